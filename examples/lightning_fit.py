@@ -58,17 +58,11 @@ def learn(tasks: list[tuple[TensorDataset, TensorDataset]], keeper: KeeperCallba
     """Learn the tasks in turn; return the accuracy on each of them at the end."""
     torch.manual_seed(0)
     model = Classifier()
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {"accelerator": "cpu", "callbacks": [keeper] if keeper else [], **dict.fromkeys(quiet, False)}
     for train, _ in tasks:
         loader = DataLoader(train, batch_size=32, shuffle=True)
-        trainer = pl.Trainer(
-            max_epochs=EPOCHS,
-            callbacks=[keeper] if keeper else [],
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = pl.Trainer(max_epochs=EPOCHS, **options)
         trainer.fit(model, loader)
         if keeper:
             keeper.keep(loader, limit=40)

@@ -37,25 +37,11 @@ def write(task: int, count: int, seed: int) -> list[dict[str, Any]]:
 def build() -> torch.nn.Module:
     """Return a tiny GPT-2 with adapters, the same one in every call; its head and embeddings are trained."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        num_labels=CLASSES,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    adapters = LoraConfig(
-        task_type="SEQ_CLS",
-        r=8,
-        target_modules=["c_attn", "c_fc"],
-        fan_in_fan_out=True,
-        modules_to_save=["wte"],
-    )
-    return get_peft_model(GPT2ForSequenceClassification(config), adapters)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    tokens = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"], 0)
+    model = GPT2ForSequenceClassification(GPT2Config(**sizes, **tokens, num_labels=CLASSES))
+    layers = {"target_modules": ["c_attn", "c_fc"], "modules_to_save": ["wte"]}
+    return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8, fan_in_fan_out=True, **layers))
 
 
 @torch.no_grad()
@@ -70,24 +56,13 @@ def accuracy(model: torch.nn.Module, task: int) -> float:
 def learn(keeper: KeeperCallback | None, steps: int, folder: str) -> list[float]:
     """Learn all tasks in turn; return the accuracy on each of them at the end."""
     model = build()
+    options: dict[str, Any] = {"max_steps": steps, "warmup_steps": steps // 10, "learning_rate": 5e-3}
+    options |= {"per_device_train_batch_size": 16, "use_cpu": True, "disable_tqdm": True}
+    options |= {"report_to": "none", "save_strategy": "no", "logging_strategy": "no"}
+    callbacks = [keeper] if keeper else []
     for task in range(TASKS):
-        trainer = Trainer(
-            model,
-            TrainingArguments(
-                folder,
-                max_steps=steps,
-                per_device_train_batch_size=16,
-                learning_rate=5e-3,
-                warmup_steps=steps // 10,
-                report_to="none",
-                save_strategy="no",
-                logging_strategy="no",
-                disable_tqdm=True,
-                use_cpu=True,
-            ),
-            train_dataset=write(task, 400, seed=0),
-            callbacks=[keeper] if keeper else [],
-        )
+        arguments, data = TrainingArguments(folder, **options), write(task, 400, seed=0)
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
         trainer.train()
         if keeper:
             keeper.keep(trainer.get_train_dataloader(), limit=40)

@@ -16,22 +16,24 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 from deepspeed.utils import safe_get_full_fp32_param
 from frameworks import Net, Transformers, batches
-from models import BOTH, EACH, begin, flat, loss, perceptron, protect, rival, take, task
+from models import BOTH, EACH, begin, flat, loss, perceptron, rival, take, task
 from processes import alone, check, learn, same_everywhere, share
 
-import gemproj.integrations.accelerate
-import gemproj.integrations.deepspeed
-from gemproj.torch import GEM, GradientProjector
+import gemproj.torch
+from gemproj.integrations.accelerate import Keeper
+from gemproj.integrations.deepspeed import Keeper as KeeperOfEngine
+from gemproj.torch import Promise
 
 # DeepSpeed would compile an operator of its own for processes of one machine.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+ALL = {"examples": None}
 PROMISES = [
-    (loss, {"metric": "euclidean", "weight": 0.05}),
-    (loss, {"penalty": 0.5, "every": 2}),
-    (EACH, {"tolerance": 0.01, "microbatch": 3}),
-    (BOTH, {"tolerance": 0.0, "repair": 0.5}),
+    (Promise(loss, weight=0.05, **ALL), {}),
+    (Promise(loss, penalty=0.5, **ALL), {"look": 2}),
+    (Promise(EACH, tolerance=0.01, **ALL), {"microbatch": 3}),
+    (Promise(BOTH, tolerance=0.0, repair=0.5, **ALL), {}),
 ]
 
 
@@ -60,12 +62,12 @@ def step_of(engine, batch):
 
 
 def of_one(promise=loss, **options):
-    """Train one process; return the model and GEM."""
-    model, optimizer, gem = begin(
+    """Train one process; return the model and its keeper."""
+    model, optimizer, keeper = begin(
         promise, model=perceptron(torch.float32), make=adamw, on="step", process_group=alone(), **options
     )
-    learn(gem, partial(take, model, optimizer), dtype=torch.float32)
-    return model, gem
+    learn(keeper, partial(take, model, optimizer), dtype=torch.float32)
+    return model, keeper
 
 
 @check(2)
@@ -76,12 +78,12 @@ def deepspeed_trains_as_one_process():
         one, plain = of_one(promise, **options)
         for stage in (1, 2, 3) if number == 0 else (1 + number % 3, 1 + (number + 1) % 3):
             engine = engine_for(perceptron(torch.float32), stage)
-            gem = protect(engine.module, engine.optimizer, promise, on="step", **options)
-            learn(gem, partial(step_of, engine), share, torch.float32)
+            keeper = KeeperOfEngine(engine, promise, **options)
+            learn(keeper, partial(step_of, engine), share, torch.float32)
             found = whole(engine)
             same_everywhere(found)
             torch.testing.assert_close(found, flat(one), rtol=2e-4, atol=2e-5)
-            torch.testing.assert_close(gem.last.cosines, plain.last.cosines, rtol=1e-2, atol=1e-4)
+            torch.testing.assert_close(keeper.last.cosines, plain.last.cosines, rtol=1e-2, atol=1e-4)
             # What the model computes with follows the shards that were changed.
             x = task(0, 4, torch.float32)[0]
             torch.testing.assert_close(engine.module(x), one(x), rtol=1e-3, atol=1e-3)
@@ -94,12 +96,12 @@ def deepspeed_trains_as_one_process():
 def low_precision():
     for stage in (1, 2, 3):
         engine = engine_for(perceptron(), stage, bf16={"enabled": True})
-        gem = GEM(engine.module, engine.optimizer, in_bfloat16, on="step")
-        gem.end_task([share(task(0, 8, torch.bfloat16), [5, 3])])
+        keeper = KeeperOfEngine(engine, in_bfloat16)
+        keeper.keep([share(task(0, 8, torch.bfloat16), [5, 3])])
         for step in range(4):
             engine.backward(loss(engine, share(rival(task(step, 8, torch.bfloat16)))))
             engine.step()
-            assert gem.last.worst_cosine > -1e-6  # the shards have float32
+            assert keeper.last.worst_cosine > -1e-6  # the shards have float32
         same_everywhere(whole(engine))
         rounded = flat(engine.module.state_dict().values()) if stage < 3 else whole(engine)
         torch.testing.assert_close(rounded, whole(engine), rtol=2**-8, atol=1e-6)
@@ -113,7 +115,7 @@ def errors():
     engine = engine_for(perceptron(torch.float32), 1)
     for on in ("gradient", "both"):
         with pytest.raises(ValueError, match=f"on='{on}' needs gradients, which DeepSpeed reduces"):
-            GradientProjector(engine.module.parameters(), on=on).attach(engine.optimizer)
+            KeeperOfEngine(engine, loss, on=on)
     low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     for text, stage, config in (
         ('"round_robin_gradients"', 1, {"zero": {"round_robin_gradients": True}}),
@@ -122,13 +124,13 @@ def errors():
     ):
         other = engine_for(perceptron(torch.float32), stage, **config)
         with pytest.raises(ValueError, match=text):
-            GEM(other.module, other.optimizer, loss, on="step")
-    gem = GEM(engine.module, engine.optimizer, loss, on="step")
-    gem.end_task([task(0, 8, torch.float32)])
+            KeeperOfEngine(other, loss)
+    keeper = KeeperOfEngine(engine, loss)
+    keeper.keep([task(0, 8, torch.float32)])
     before = whole(engine)
     gemproj.torch.detach(engine.optimizer)
     step_of(engine, task(1, 4, torch.float32))
-    assert gem.last is None
+    assert keeper.last is None
     assert not torch.equal(before, whole(engine))
     assert dist.get_world_size() == 2
 
@@ -145,14 +147,14 @@ def accelerated():
         accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
         model = perceptron(torch.float32)
         model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
-        gem = gemproj.integrations.accelerate.GEM(accelerator, model, optimizer, loss, on="step")
+        keeper = Keeper(accelerator, model, optimizer, Promise(loss, examples=None), on="step")
 
         def take_step(batch, accelerator=accelerator, model=model, optimizer=optimizer):
             accelerator.backward(loss(model, batch))
             optimizer.step()
             optimizer.zero_grad()
 
-        learn(gem, take_step, share, torch.float32)
+        learn(keeper, take_step, share, torch.float32)
         torch.testing.assert_close(whole(model), flat(one), rtol=2e-4, atol=2e-5)
 
 
@@ -164,11 +166,11 @@ def trainer():
     config["fp16"] = {"enabled": False}  # without it, transformers before 5 computes with float16
     with tempfile.TemporaryDirectory() as folder:
         driver = Transformers(folder, model=Net("bf16"), on="step")
-        driver.end_task(batches(0, dtype=torch.float32))
+        driver.keep(batches(0, dtype=torch.float32))
         now = batches(1, 8, torch.float32)
         logs = driver.train(now, use_cpu=False, ddp_backend="gloo", deepspeed=config)
-    logs = [log for log in logs if "gem/violations" in log]
+    logs = [log for log in logs if "keep/violations" in log]
     assert len(logs) == 4
-    assert sum(log["gem/violations"] for log in logs) > 0
-    assert min(log["gem/worst_cosine"] for log in logs) > -1e-6
+    assert sum(log["keep/violations"] for log in logs) > 0
+    assert min(log["keep/worst_cosine"] for log in logs) > -1e-6
     same_everywhere(whole(driver.now.model_wrapped))

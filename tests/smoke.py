@@ -57,15 +57,16 @@ def torchjd():
     assert (W @ J @ J.T >= -1e-6).all()
 
 
-def learn(train, end_task, gem, **options):
+def learn(train, keep, keeper, **options):
     """Learn two tasks that contradict each other, and check that the promise about the first one was kept."""
     from frameworks import batches
 
     for k in range(2):
         train(batches(k, **options))
-        end_task(batches(k, **options))
-    assert gem.report()[0].would_break, gem.report()
-    assert gem.last.worst_cosine > -1e-4, gem.last  # what rounding float32 parameters leaves
+        keep(batches(k, **options))
+    first, *_ = keeper.report().values()
+    assert first.would_break, keeper.report()
+    assert keeper.last.worst_cosine > -1e-4, keeper.last  # what rounding float32 parameters leaves
 
 
 def in_loop_of(name):
@@ -76,7 +77,7 @@ def in_loop_of(name):
 
         with tempfile.TemporaryDirectory() as folder:
             driver = getattr(frameworks, name)(Path(folder), on="both")
-            learn(driver.train, driver.end_task, driver.object)
+            learn(driver.train, driver.keep, driver.keeper)
 
     return run
 
@@ -92,8 +93,8 @@ def deepspeed():
     from frameworks import Net, adamw
     from torch import float32
 
-    import gemproj.integrations.deepspeed  # noqa: F401
-    from gemproj.torch import GEM
+    from gemproj.integrations.deepspeed import Keeper
+    from gemproj.torch import Promise
 
     # DeepSpeed would compile an operator of its own for processes of one machine.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
@@ -102,14 +103,14 @@ def deepspeed():
     config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}
     config["zero_allow_untested_optimizer"] = True
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
-    gem = GEM(engine.module, engine.optimizer, on="step")
+    keeper = Keeper(engine, Promise(examples=None))
 
     def train(data):
         for batch in data:
             engine.backward(engine(**batch).loss)
             engine.step()
 
-    learn(train, gem.end_task, gem, dtype=float32)
+    learn(train, keeper.keep, keeper, dtype=float32)
 
 
 if __name__ == "__main__":

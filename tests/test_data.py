@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from models import EACH, SAID, begin, language_model, perceptron, rows, take, task  # noqa: E402
+from models import EACH, SAID, begin, language_model, perceptron, take, task  # noqa: E402
 from models import loss as mean_loss  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
@@ -231,7 +231,7 @@ NO_END = r"no length, and no end after 5 batches. Pass limit=, or .*itertools.is
         (data_set(texts()), None, ValueError, r"default_collate cannot .*Pass collate="),
         (texts(), 7, TypeError, "collate must be a function of a list of examples; found int"),
         ([{"image": object()}], padded, TypeError, r"found builtins.object.*\(batch for batch in loader\)"),
-        (DataLoader([{"image": object()}], collate_fn=list), None, TypeError, "Convert it in the data set"),
+        (DataLoader([{"image": object()}], collate_fn=padded), None, TypeError, "Convert it in the data set"),
         ([], padded, ValueError, "data holds no example"),
         ((), None, ValueError, "no example.*read only once"),
         (itertools.repeat(task(0)), None, ValueError, NO_END),
@@ -338,16 +338,6 @@ def test_a_stream_without_an_end_ends_with_a_limit_and_says_so(stream, monkeypat
         keep(stream(), mean_loss, perceptron())
 
 
-def test_what_is_read_once_and_what_has_an_end(monkeypatch):
-    monkeypatch.setattr(reading, "_MOST_BATCHES", 5)
-    keeper, stream = begin(EACH)[2], itertools.islice(itertools.repeat(task(0)), 5)
-    keeper.keep(stream)
-    with pytest.raises(ValueError, match=r"no example.*read only once"):
-        keeper.keep(stream)
-    keeper.keep([task(0)] * 9)
-    assert [len(one) for one in keeper.sets.values()] == [60, 108]
-
-
 # --- collate functions that do not fit ---------------------------------------------------------------
 
 
@@ -433,15 +423,3 @@ def test_losses_of_several_in_one_number_are_stored_one_at_a_time():
     kept = keep(texts(), wanted, collate=flattened, microbatch=1)
     expected = [token_mean(Reader(), flattened([one])).detach() for one in texts()]
     torch.testing.assert_close(kept.losses, torch.stack(expected))
-
-
-@pytest.mark.parametrize("microbatch", [None, 1, 4])
-def test_rows_of_examples_are_gradients_of_their_mean_loss(microbatch):
-    model, optimizer, keeper = begin(of_labels, model=Reader(), microbatch=microbatch)
-    for seed in (0, 1):
-        keeper.keep(DataLoader(data_set(texts(seed)), batch_size=4, collate_fn=padded))
-    G = rows(model, [padded(texts(seed)) for seed in (0, 1)], lambda *given: of_labels(*given).mean())
-    (-of_labels(model, padded(texts())).sum()).backward()
-    optimizer.step()
-    torch.testing.assert_close(keeper.rows.G, G)
-    assert keeper.last.num_violated > 0

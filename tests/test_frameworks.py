@@ -22,7 +22,7 @@ from frameworks import (  # noqa: E402
     adamw,
     batches,
 )
-from models import adapted, assert_same_weights, flat, gradient, perceptron, promises  # noqa: E402
+from models import adapted, assert_same_weights, flat, perceptron, promises  # noqa: E402
 from models import loss as mean_loss  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 

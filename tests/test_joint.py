@@ -34,8 +34,8 @@ def sets_of(draw, t=3, n=4, collate=None):
     ]
 
 
-def vectors(*shape, dtype=torch.float64, t=3):
-    return sets_of(lambda n: torch.randn(n, *shape, dtype=dtype), t)
+def vectors(*shape, dtype=torch.float64):
+    return sets_of(lambda n: torch.randn(n, *shape, dtype=dtype))
 
 
 def tokens():
@@ -48,11 +48,16 @@ def padded(examples):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def packed(examples):
+    ids = torch.cat(examples)[None]
+    places = torch.cat([torch.arange(len(x)) for x in examples])[None]
+    return {"input_ids": ids, "position_ids": places, "labels": ids}
+
+
 def texts(collate=padded, least=2, most=9, t=3):
     lengths = iter(torch.randint(least, most, (100,)).tolist())
-    return sets_of(
-        lambda n: PerExample([torch.randint(1, 20, (next(lengths),)) for _ in range(n)]), t, 3, collate
-    )
+    draw = lambda n: PerExample([torch.randint(1, 20, (next(lengths),)) for _ in range(n)])  # noqa: E731
+    return sets_of(draw, t, 3, collate)
 
 
 class Passes:
@@ -71,14 +76,10 @@ class Passes:
         handle.remove()
         return len(calls)
 
-    @property
-    def way(self):
-        (plan,) = self.joint._plans.values()
-        return None if plan.way is None else plan.way.__name__.removeprefix("_by_")
 
-
-def agree(model, sets, loss=EACH, *, rtol=1e-12, way="layers", **options):
-    """Compare rows that share a pass with those of a pass each."""
+def compared(model, sets, loss=EACH, rtol=1e-12, **options):
+    """Compare rows that share passes, if they can, with those of a pass each; return the way and the reason."""
+    before = [set(module.__dict__) for module in model.modules()]
     alone, joint = Passes(model, loss, shared=False), Passes(model, loss)
     calls = alone(sets, **options)
     for _ in range(2):  # the first time compares some of the rows
@@ -88,45 +89,29 @@ def agree(model, sets, loss=EACH, *, rtol=1e-12, way="layers", **options):
         assert ((G - expected).norm(dim=1) <= rtol * expected.norm(dim=1)).all()
         torch.testing.assert_close(joint.rows.losses, alone.rows.losses, rtol=rtol, atol=0)
         assert torch.equal(joint.rows.stored, alone.rows.stored)
-    assert (passes * len(sets), joint.way, joint.joint.reason) == (calls, way, None)
-    assert way == "vmap" or joint.rows.reached == alone.rows.reached
-    assert not any("forward" in module.__dict__ for module in model.modules())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def refused(model, sets, loss=EACH, **options):
-    """Compare rows that cannot share a pass, bit by bit; return the reason."""
-    before = [set(module.__dict__) for module in model.modules()]
-    alone, joint = Passes(model, loss, shared=False), Passes(model, loss)
-    calls = alone(sets, **options)
-    for _ in range(2):
-        passes = joint(sets, **options)
-        assert torch.equal(joint.rows.G, alone.rows.G)
-    assert passes == calls
+    (plan,) = joint.joint._plans.values()
+    way = None if plan.way is None else plan.way.__name__
+    assert passes == (calls if way is None else calls // len(sets))
+    assert way == "_by_vmap" or joint.rows.reached == alone.rows.reached
     assert before == [set(module.__dict__) for module in model.modules()]
-    return joint.joint.reason
+    assert all(p.grad is None for p in model.parameters())
+    return way, joint.joint.reason
 
 
 def mlp(middle=nn.Tanh, dtype=torch.float64):
     return nn.Sequential(nn.Linear(6, 5), middle(), nn.Linear(5, 3)).to(dtype)
 
 
-def single():
-    return mlp(dtype=torch.float32)
-
-
 class Ours(nn.Module):
-    """Embeddings of tokens and of positions, normalised in three ways, and a head that may be tied."""
+    """Embeddings, normalised in three ways, with a tied head, a block that is called twice, and checkpoints."""
 
-    def __init__(self, tied=False, twice=False, checkpointed=False):
+    def __init__(self):
         super().__init__()
         self.words, self.places = nn.Embedding(7, 7, padding_idx=0), nn.Embedding(5, 7)
         self.first, self.second = nn.LayerNorm(7), nn.RMSNorm(7)
-        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
+        self.up, self.down, self.spare = nn.Linear(7, 9), nn.Linear(9, 7), nn.Linear(2, 2)
         self.head = nn.Linear(7, 7, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-        self.twice, self.checkpointed = twice, checkpointed
+        self.head.weight = self.words.weight
         with torch.no_grad():
             for p in self.parameters():
                 p.add_(0.1 * torch.randn_like(p))
@@ -134,19 +119,17 @@ class Ours(nn.Module):
 
     def block(self, x):
         x = x + self.down(F.relu_(self.up(self.first(x))))
-        return x + self.down(F.gelu(self.up(self.second(x)))) if self.twice else self.second(x)
+        return x + self.down(F.gelu(self.up(self.second(x))))
 
     def forward(self, x):
         x = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device)[None])
-        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
-        return self.head(x).mean(1)[:, :3]
+        return self.head(checkpoint(self.block, x, use_reentrant=False)).mean(1)[:, :3]
 
 
 def partly():
     model = Ours()
     model.first.weight.requires_grad_(False)
     model.up.requires_grad_(False)
-    model.spare = nn.Linear(2, 2).double()
     return model
 
 
@@ -158,69 +141,60 @@ def quantised():
     return model
 
 
-class Around(nn.Module):
-    """Uses a layer in some way, and a parameter of its own if it has one."""
-
-    def __init__(self, use, own=None):
-        super().__init__()
-        self.inner, self.own, self.use = nn.Linear(6, 3).double(), own, use
-
-    def forward(self, x):
-        return self.use(self, x)
-
-
-def sparse():
-    """Return a network that multiplies by a sparse matrix, as those for graphs."""
-    graph = torch.randn(3, 3, dtype=torch.float64).to_sparse()
-    return Around(lambda model, x: (graph @ model.inner(x).T).T)
+def deep():
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm((4, 5)), nn.Flatten(), nn.Linear(20, 3)).double()
 
 
 def gpt2(**options):
     return language_model("gpt2", use_cache=False, **options).double()
 
 
-def lora(**options):
-    return adapted(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **options).double()
-
-
-def checkpointed(model):
+def lora():
+    model = adapted(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True).double()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     return model
 
 
 def normed(name):
+    """Return a model whose norms multiply by w, or by 1 + w, and compute in float32."""
     model = language_model(name, num_key_value_heads=1, head_dim=8, use_cache=False).double()
     model.get_input_embeddings().requires_grad_(False)  # Gemma's multiply by a constant
     return model
 
 
-CAUSAL = CrossEntropy(shift=True)
-HALF = torch.autocast("cpu", torch.bfloat16)
+CAUSAL, HALF = CrossEntropy(shift=True), torch.autocast("cpu", torch.bfloat16)
 BY_LAYERS = {
-    "in place": (lambda: mlp(lambda: nn.ReLU(inplace=True)), lambda: vectors(6), EACH, {}),
-    "examples of more dimensions": (
-        lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm((4, 5)), nn.Flatten(), nn.Linear(20, 3)).double(),
-        lambda: vectors(4, 6), EACH, {},
+    "in place": (lambda: mlp(lambda: nn.ReLU(inplace=True)), lambda: vectors(6), EACH, 1e-12),
+    "examples of more dimensions": (deep, lambda: vectors(4, 6), EACH, 1e-12),
+    "frozen weights without storage": (quantised, lambda: vectors(6), EACH, 1e-12),
+    "parts are tied, or not reached": (Ours, tokens, EACH, 1e-12),
+    "parts are frozen": (partly, tokens, EACH, 1e-12),
+    "autocast": (
+        lambda: mlp(dtype=torch.float32), lambda: vectors(6, dtype=torch.float32), HALF(EACH), 0.02
     ),
-    "frozen weights without storage": (quantised, lambda: vectors(6), EACH, {}),
-    "sparse": (sparse, lambda: vectors(6), EACH, {}),
-    "parts are frozen, or not reached": (partly, tokens, EACH, {}),
-    "tied, twice, checkpointed": (lambda: Ours(tied=True, twice=True, checkpointed=True), tokens, EACH, {}),
-    "autocast": (single, lambda: vectors(6, dtype=torch.float32), HALF(EACH), {"rtol": 0.02}),
-    "GPT-2, checkpointed": (lambda: checkpointed(gpt2()), texts, CAUSAL, {}),
-    "LoRA": (lora, texts, CAUSAL, {}),
-    "LoRA, checkpointed": (lambda: checkpointed(lora()), texts, CAUSAL, {}),
-    # With weights w, and 1 + w; the norms compute in float32.
-    "norms of Llama": (lambda: normed("llama"), texts, CAUSAL, {"rtol": 1e-5}),
-    "norms of Gemma": (lambda: normed("gemma"), texts, CAUSAL, {"rtol": 1e-5}),
+    "GPT-2": (gpt2, texts, CAUSAL, 1e-12),
+    "LoRA, checkpointed": (lora, texts, CAUSAL, 1e-12),
+    "norms of Llama": (lambda: normed("llama"), texts, CAUSAL, 1e-5),
+    "norms of Gemma": (lambda: normed("gemma"), texts, CAUSAL, 1e-5),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BY_LAYERS)
 def test_rows_share_a_pass_by_layers(name):
-    make, draw, loss, options = BY_LAYERS[name]
-    agree(make(), draw(), loss, **options)
+    make, draw, loss, rtol = BY_LAYERS[name]
+    assert compared(make(), draw(), loss, rtol) == ("_by_layers", None)
+
+
+class Around(nn.Module):
+    """Uses a layer in some way, and a parameter of its own."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.inner, self.own, self.use = nn.Linear(6, 3).double(), nn.Parameter(torch.ones(3).double()), use
+
+    def forward(self, x):
+        return self.own * self.use(self.inner, x)
 
 
 class Odd(nn.Linear):
@@ -230,13 +204,7 @@ class Odd(nn.Linear):
 
 def cnn():
     layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
-    return nn.Sequential(*layers).double()
-
-
-def adversarial(model, batch):
-    x = batch["x"].detach().requires_grad_()
-    (direction,) = torch.autograd.grad(EACH(model, batch | {"x": x}).sum(), x)
-    return EACH(model, batch | {"x": batch["x"] + 0.1 * direction.sign()})
+    return nn.Sequential(*layers).double().eval()
 
 
 def contrastive(model, batch):
@@ -245,34 +213,55 @@ def contrastive(model, batch):
     return F.cross_entropy(logits - logits.mean(0), batch["y"], reduction="none")
 
 
-def inner_and_outer(model, batch):
-    """Return a loss that calls parts of the model."""
+def of_parts(model, batch):
     return F.cross_entropy(model.own * model.inner(batch["x"]), batch["y"]) + 0.0 * model(batch["x"]).sum()
 
 
-def around(use, own=None):
-    return lambda: Around(use, own)
-
-
-ONES = torch.ones(3, dtype=torch.float64)
 BY_VMAP = {
     "CNN": (cnn, lambda: vectors(2, 6, 6), EACH),
-    "a parameter of its own": (around(lambda m, x: m.own * m.inner(x), nn.Parameter(ONES)), lambda: vectors(6), EACH),
-    "parts of a model": (around(lambda m, x: m.inner(x), nn.Parameter(ONES)), lambda: vectors(6), inner_and_outer),
-    "outside of its layer": (around(lambda m, x: F.linear(x, m.inner.weight) + m.inner(x)), lambda: vectors(6), EACH),
-    "examples in another dimension": (
-        around(lambda m, x: m.inner(x.transpose(0, 1)).mean(0)), lambda: vectors(2, 6), EACH
+    "a parameter of its own": (lambda: Around(lambda inner, x: inner(x)), lambda: vectors(6), EACH),
+    "parts of a model": (lambda: Around(lambda inner, x: inner(x)), lambda: vectors(6), of_parts),
+    "outside": (lambda: Around(lambda inner, x: F.linear(x, inner.weight)), lambda: vectors(6), EACH),
+    "another dimension": (
+        lambda: Around(lambda inner, x: inner(x.mT).mT.mean(2)),
+        lambda: vectors(6, 3),
+        EACH,
     ),
     "a subclass": (lambda: Odd(6, 3).double(), lambda: vectors(6), EACH),
     "a mean": (mlp, lambda: vectors(6), loss),
     "examples that depend on each other": (mlp, lambda: vectors(6), contrastive),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BY_VMAP)
 def test_rows_share_a_pass_by_vmap(name):
     make, draw, loss = BY_VMAP[name]
-    agree(make().eval(), draw(), loss, rtol=1e-10, way="vmap")
+    assert compared(make(), draw(), loss, 1e-10) == ("_by_vmap", None)
+
+
+def looked_at(model, batch):
+    return EACH(model, batch) * (1 + float(batch["x"].mean()))
+
+
+def adversarial(model, batch):
+    x = batch["x"].detach().requires_grad_()
+    (direction,) = torch.autograd.grad(EACH(model, batch | {"x": x}).sum(), x)
+    return EACH(model, batch | {"x": batch["x"] + 0.1 * direction.sign()})
+
+
+def test_what_needs_a_pass_for_each_row(monkeypatch):
+    half = mlp(dtype=torch.bfloat16), vectors(6, dtype=torch.bfloat16)
+    for model, sets, function, reason in (
+        (gpt2(attn_implementation="eager", n_positions=64), texts(packed), CAUSAL, "packed texts"),
+        (mlp(), vectors(6), looked_at, "differ"),
+        (mlp(), vectors(6), adversarial, "differ"),
+        (*half, looked_at, "differ"),
+    ):
+        way, found = compared(model, sets, function, 0.0)
+        assert way is None
+        assert reason in found
+    monkeypatch.setattr("gemproj.torch.joint._CPU_ROW", 100)
+    assert "MiB" in compared(mlp(), vectors(6), EACH, 0.0)[1]
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
@@ -294,7 +283,7 @@ def test_no_pass_has_more_examples_than_the_microbatch(make, microbatch, passes,
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_stored_outputs_belong_to_their_rows_and_nothing_is_compared_while_gradients_are_rounding(dtype):
+def test_stored_outputs_belong_to_their_rows_and_rounding_is_not_compared(dtype):
     model, sets = mlp(dtype=dtype), vectors(6, dtype=dtype)
     for kept in sets:
         kept.outputs = SAID.outputs(model, kept.examples)
@@ -304,35 +293,7 @@ def test_stored_outputs_belong_to_their_rows_and_nothing_is_compared_while_gradi
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    agree(model, sets, SAID, rtol=1e-9 if dtype == torch.float64 else 1e-3)
-
-
-def packed(examples):
-    ids = torch.cat(examples)[None]
-    places = torch.cat([torch.arange(len(x)) for x in examples])[None]
-    return {"input_ids": ids, "position_ids": places, "labels": ids}
-
-
-def looked_at(model, batch):
-    return EACH(model, batch) * (1 + float(batch["x"].mean()))
-
-
-@pytest.mark.parametrize(
-    ("make", "draw", "loss", "reason"),
-    [
-        (
-            lambda: gpt2(attn_implementation="eager", n_positions=64),
-            lambda: texts(packed),
-            CAUSAL,
-            "packed texts",
-        ),
-        (mlp, lambda: vectors(6), looked_at, "differs"),
-        (mlp, lambda: vectors(6), adversarial, "differs"),
-        (lambda: mlp(dtype=torch.bfloat16), lambda: vectors(6, dtype=torch.bfloat16), looked_at, "differs"),
-    ],
-)
-def test_what_needs_a_pass_for_each_row(make, draw, loss, reason):
-    assert reason in refused(make(), draw(), loss)
+    assert compared(model, sets, SAID, 1e-9 if dtype == torch.float64 else 1e-3) == ("_by_layers", None)
 
 
 def test_a_new_set_is_compared_again():
@@ -355,47 +316,40 @@ def test_a_new_set_is_compared_again():
 
 @pytest.mark.parametrize("when", [1, 3])
 def test_errors_of_a_loss_are_raised_and_those_of_a_shared_pass_are_replaced(when):
-    model, sets, calls, faults = mlp(), vectors(6), [], []
+    model, sets, most = mlp(), vectors(6), [100]
 
     def loss(model, batch):
-        calls.append(len(batch["y"]))
-        if faults and len(batch["y"]) >= faults[0]:
+        if len(batch["y"]) > most[0]:
             raise ZeroDivisionError("out of memory")
         return EACH(model, batch)
 
     alone, joint = Passes(model, shared=False), Passes(model, loss)
     alone(sets)
     for _ in range(when):
-        faults[:] = []
         joint(sets)
-    faults[:] = [1]
+    most[0] = 1
     with pytest.raises(ZeroDivisionError, match="out of memory"):
         joint(sets)
-    faults[:] = [5]  # a single row is small enough
+    most[0] = 4  # of a single row
     assert joint(sets) == 3
     assert torch.equal(joint.rows.G, alone.rows.G)
 
 
-def test_large_rows_have_passes_of_their_own_and_longer_examples_share_smaller_passes(monkeypatch):
-    model = gpt2()
+def test_longer_examples_share_smaller_passes(monkeypatch):
     monkeypatch.setattr("gemproj.torch.joint._CPU_PASS", 2**18)
-    alone, joint = Passes(model, CAUSAL, shared=False), Passes(model, CAUSAL)
-    long, short = texts(least=11, most=12, t=6), texts(least=2, most=3, t=6)
-    for kept in short + long:
+    model, long, short = gpt2(), texts(least=11, most=12, t=6), texts(least=2, most=3, t=6)
+    for kept in long:
         kept.promise = short[0].promise
+    alone, joint = Passes(model, CAUSAL, shared=False), Passes(model, CAUSAL)
     joint(short)
-    before = joint(short)
-    assert before < joint(long)
-    alone(long)
+    assert joint(short) < joint(long) <= alone(long)
     torch.testing.assert_close(joint.rows.G, alone.rows.G)
-    monkeypatch.setattr("gemproj.torch.joint._CPU_ROW", 100)
-    assert "MiB" in refused(mlp(), vectors(6))
 
 
 def test_other_threads_may_compute_with_the_model():
     model, sets = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double(), vectors(6)
     x, ended, wrong = torch.randn(12, 6).double(), threading.Event(), []  # as many as in a pass of all rows
-    expected, own = model(x).detach(), [dict(layer._parameters) for layer in model]
+    expected = model(x).detach()
 
     def evaluate():
         while not ended.is_set():
@@ -406,10 +360,8 @@ def test_other_threads_may_compute_with_the_model():
     thread.start()
     try:
         for _ in range(30):
-            joint = Passes(model)
-            joint(sets)
+            assert Passes(model)(sets)
     finally:
         ended.set()
         thread.join()
-    assert (wrong, joint.way) == ([], "layers")
-    assert all(layer._parameters == held for layer, held in zip(model, own, strict=True))
+    assert not wrong

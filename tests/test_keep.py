@@ -4,7 +4,6 @@ import copy
 import io
 import itertools
 import warnings
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, begin, flat, logits, loss, perceptron, rival, rows, sgd, take, task  # noqa: E402
+from models import EACH, SAID, begin, flat, logits, loss, perceptron, rival, sgd, take, task  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset  # noqa: E402
@@ -52,18 +51,6 @@ def test_adding_to_a_broken_set_never_moves_the_bound_of_its_examples(promised):
     take(model, optimizer, rival(task(0)))
     bound = (keeper.last.losses - keeper.last.excess).item()
     assert bound == pytest.approx(float(torch.cat([stored[0], expected]).mean()) + 0.05)
-
-
-@pytest.mark.parametrize("promised", [EACH, SAID])
-def test_a_set_that_is_kept_in_parts_is_that_kept_at_once(promised):
-    halves, sets = [tuple(leaf.split(6)[k] for leaf in task(0)) for k in (0, 1)], []
-    for parts in ([halves[:1], halves[1:]], [[task(0)]], [halves]):
-        keeper = begin(promised, tolerance=0.0)[2]
-        for part in parts:
-            keeper.keep(part, name="a")
-        sets.append([keeper.sets["a"].examples, keeper.sets["a"].outputs, keeper.sets["a"].losses])
-    torch.testing.assert_close(sets[0], sets[1])
-    torch.testing.assert_close(sets[0], sets[2])
 
 
 def test_a_loss_alone_takes_the_other_options_and_a_known_set_its_promise():
@@ -145,32 +132,6 @@ def test_every_example_is_looked_at_and_no_trace_is_left(options, sizes):
     assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert model.training
-
-
-@pytest.mark.parametrize("options", [{}, {"microbatch": 1}, {"examples": 5}], ids=str)
-@pytest.mark.parametrize("promised", [loss, SAID])
-def test_one_batch_of_kept_examples_is_there_at_a_time(promised, options):
-    seen, alive, sizes = [], [], []
-
-    def watched(model, batch, *outputs):
-        alive.append(sum(one() is not None for one in seen))
-        for leaf in (batch[0], *outputs):
-            seen.append(weakref.ref(leaf))
-            sizes.append(leaf.untyped_storage().nbytes() // leaf[0].nbytes)
-        return promised(model, batch, *outputs)
-
-    if promised is SAID:
-        watched.outputs = SAID.outputs
-    model, optimizer, keeper = begin(watched, **options)
-    for k in range(4):
-        keeper.keep([task(k)])
-    sizes.clear()
-    for _ in range(2):
-        take(model, optimizer, task(9))
-    assert len(keeper.rows) == 4
-    assert max(alive) <= 2  # the one before is overwritten by the next one
-    # Rows that are this small share a pass, which has no more examples than a microbatch.
-    assert max(sizes) <= (options.get("microbatch") or 4 * (options.get("examples") or 12))
 
 
 def test_examples_may_be_kept_in_inference_mode():
@@ -409,29 +370,6 @@ def test_a_name_with_another_promise_or_other_examples_begins_a_line(forgotten):
     assert (now.examples, earlier.examples) == (12 if forgotten else 24, 0)
     assert not forgotten or now.stored == pytest.approx(stored)
     assert forgotten or now.bound == pytest.approx(now.stored + 0.01)
-
-
-@pytest.mark.parametrize(("cosine", "broke"), [(-5e-6, 0.0), (-2e-5, 0.5)])
-def test_rounding_of_weights_breaks_no_promise(cosine, broke):
-    model, optimizer, keeper = begin()
-    keeper.keep([task(0)])
-    take(model, optimizer, task(0))
-    step = replace(keeper.last, cosines=torch.tensor([cosine], dtype=torch.float64), noise=torch.tensor(1e-5))
-    keeper.history.add(step)
-    line = keeper.report()[0]
-    assert (line.steps, line.broke) == (2, broke)
-
-
-def test_parameters_without_dimensions_and_frozen_ones_of_any_kind():
-    model = perceptron()
-    model.scale = torch.nn.Parameter(torch.tensor(2.0).double())
-    # As of quantized weights.
-    model.codes = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    _, optimizer, keeper = begin(lambda model, batch: model.scale * EACH(model, batch), model=model)
-    keeper.keep([task(1)], name="a")
-    expected = rows(model, [task(1)], lambda model, batch: model.scale * loss(model, batch))
-    take(model, optimizer, task(1))
-    torch.testing.assert_close(keeper.rows.G, expected)
 
 
 # --- only watching --------------------------------------------------------------------------------

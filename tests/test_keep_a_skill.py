@@ -19,6 +19,7 @@ from examples.study.skill import METHODS, RATES, SETTINGS, Run
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.filterwarnings("ignore:After 20 steps")  # so few steps go with a high rate
 def test_keep_a_skill(tmp_path, monkeypatch):
     chosen = ("plain", "KL held, tolerance 0.1")
     monkeypatch.setattr(keep_a_skill, "METHODS", [m for m in keep_a_skill.METHODS if str(m) in chosen])

@@ -1,5 +1,6 @@
 """Losses to promise: what they are for labels, tokens and stored outputs."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +14,12 @@ from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 
 def given(values, batch):
-    """Logits that stand for a model."""
+    """Return logits that stand for a model."""
     return values
 
 
 def tokens(seed=0, dtype=torch.float64):
-    """Logits (3, 5, 7) with labels and a mask, as a model of tokens has them; the last example has no label."""
+    """Return logits (3, 5, 7) with labels and a mask, as a model of tokens has them; the last example has no label."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(3, 5, 7, generator=generator, dtype=torch.float64).to(dtype)
     labels = torch.randint(7, (3, 5), generator=generator)
@@ -45,6 +46,16 @@ def test_cross_entropy_of_tokens_is_the_mean_over_those_with_a_label(shift):
         x, y = (BEFORE[i, :-1], BATCH["labels"][i, 1:]) if shift else (BEFORE[i], BATCH["labels"][i])
         torch.testing.assert_close(found[i], functional.cross_entropy(x, y, ignore_index=-100))
     assert found[2] == 0.0
+
+
+def test_which_examples_have_a_label():
+    labels = torch.tensor([[1, 2, -100], [3, -100, -100], [-100, -100, -100]])
+    of_tokens = {
+        shift: CrossEntropy(given, shift=shift).labelled({"labels": labels}) for shift in (False, True)
+    }
+    assert of_tokens[False].tolist() == [True, True, False]
+    assert of_tokens[True].tolist() == [True, False, False]  # no position predicts the first label
+    assert CrossEntropy(given).labelled({"labels": labels[:, 0]}).tolist() == [True, True, False]
 
 
 def test_the_default_is_a_model_of_transformers():
@@ -83,8 +94,28 @@ def test_the_most_probable_classes_bound_the_divergence_from_below():
         assert torch.all(found <= whole + 1e-12)
         last = found
     torch.testing.assert_close(last, whole)  # six of seven classes, and the rest
-    with pytest.raises(ValueError, match="top must be below the number of classes, 7; found 7"):
-        Distillation(given, top=7).outputs(BEFORE, BATCH)
+    for top in (7, 9):  # as many as there are, or more: all are stored
+        assert all(
+            map(torch.equal, Distillation(given, top=top).outputs(BEFORE, BATCH), full.outputs(BEFORE, BATCH))
+        )
+
+
+@pytest.mark.parametrize("classes", [1000, 1001])
+def test_of_more_than_a_thousand_classes_the_most_probable_are_stored_in_half_precision(classes):
+    random = torch.Generator().manual_seed(0)
+    before, now = (3 * torch.randn(4, classes, generator=random) for _ in range(2))
+    loss, whole = Distillation(given), Distillation(given, top=classes, dtype=torch.float32)
+    stored, few = loss.outputs(before, {}), classes > 1000
+    assert isinstance(stored, tuple) is few
+    leaf = stored[0] if few else stored
+    assert leaf.shape == (4, 64 if few else classes)
+    assert leaf.dtype == (torch.float16 if few else torch.float32)
+    assert whole.outputs(before, {}).shape == (4, classes)
+    assert Distillation(given, dtype=torch.float32).outputs(before, {})[0].dtype == torch.float32
+    assert loss(before, {}, stored).abs().max() < 2e-3
+    found, full = loss(now, {}, stored), whole(now, {}, whole.outputs(before, {}))
+    assert (found < full + 2e-3).all()
+    assert (found > 0.5 * full).all()
 
 
 @pytest.mark.parametrize("top", [None, 3])
@@ -187,3 +218,21 @@ def test_the_positions_of_an_encoder_decoder_model_are_those_with_a_label():
     assert all(map(torch.equal, stored, expected))
     now = Model(config=BOTH_WAYS.config, logits=NOW)
     torch.testing.assert_close(Distillation()(now, batch, stored), explicit(now, batch, expected))
+
+
+def test_a_teacher_is_the_model_without_its_adapters_and_nothing_is_stored():
+    class Adapted:
+        off = False
+
+        @contextmanager
+        def disable_adapter(self):
+            self.off = True
+            yield
+            self.off = False
+
+    model, taught = Adapted(), Distillation(lambda model, batch: BEFORE if model.off else NOW, teacher="base")
+    plain = Distillation(given)
+    assert taught.outputs(model, BATCH) is None
+    torch.testing.assert_close(taught(model, BATCH), plain(NOW, BATCH, plain.outputs(BEFORE, BATCH)))
+    with pytest.raises(TypeError, match=r"needs a model of peft.*found Linear"):
+        taught(torch.nn.Linear(1, 1), BATCH)

@@ -12,6 +12,7 @@ np = pytest.importorskip("numpy")
 
 from models import begin, perceptron  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from gemproj.torch import PerExample, Promise  # noqa: E402
 from gemproj.torch.data import owned  # noqa: E402
@@ -86,7 +87,8 @@ def test_dataclasses():
     assert (moved.ids.device.type, moved.label.device.type) == ("meta", "meta")
 
 
-def test_no_view_holds_a_data_set_and_no_draw_changes_what_is_kept():
+@pytest.mark.parametrize("loaded", [False, True])
+def test_no_view_holds_a_data_set_and_no_draw_changes_what_is_kept(loaded):
     seen = []
 
     def spoiling(some):
@@ -99,7 +101,9 @@ def test_no_view_holds_a_data_set_and_no_draw_changes_what_is_kept():
         }
 
     big, table = torch.zeros(1000, 4), np.zeros((1000, 4), np.float32)
-    kept = keep([{"x": big[k], "a": table[k]} for k in range(20)], spoiling).sets["a"]
+    data = [{"x": big[k], "a": table[k]} for k in range(20)]
+    data = DataLoader(data, batch_size=5, collate_fn=spoiling) if loaded else data
+    kept = keep(data, None if loaded else spoiling).sets["a"]
     big += 1.0
     table += 1.0
     for _ in range(2):

@@ -1,6 +1,7 @@
 """The step that an optimizer applies: what is projected, in which metric, and what a refused step leaves."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -30,7 +31,6 @@ from torch import nn  # noqa: E402
 
 from gemproj import PGD  # noqa: E402
 
-
 ways = pytest.mark.parametrize("on", ["gradient", "step", "both"])
 steps = pytest.mark.parametrize("on", ["step", "both"])
 
@@ -55,29 +55,14 @@ def conflict(dtype=torch.float64):
 # --- what is applied -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "error", "least"), [(torch.float32, 1e-6, -1e-5), (torch.bfloat16, 1e-2, -0.1)]
-)
-def test_cosines_are_measured_on_the_weights(dtype, error, least):
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_cosines_are_measured_on_the_weights_outside_of_autocast(dtype, error):
     model, optimizer, keeper = start(dtype=dtype, on="both")
-    step = moved(model, optimizer.step)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+        step = moved(model, optimizer.step)
     seen = cosines(keeper.rows.G.double(), step)
     torch.testing.assert_close(keeper.last.cosines, seen, rtol=0, atol=error)
-    assert float(seen.min()) > least
-
-
-@steps
-def test_autocast_of_the_caller_reaches_neither_projection_nor_report(on):
-    results = []
-    for enabled in (False, True):
-        model, optimizer, keeper = start(dtype=torch.float32, on=on)
-        keeper._look(keeper._steps[0])  # rows follow autocast, and are not about it
-        keeper._looks, keeper.look = 1, 2
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            optimizer.step()
-        results.append([flat(model), keeper.last.cosines])
-    for plain, cast in zip(*results, strict=True):
-        assert torch.equal(plain, cast)
+    assert float(seen.min()) > -10 * error
 
 
 def test_entries_that_the_optimizer_has_never_moved_are_not_moved_far():
@@ -109,9 +94,8 @@ def test_a_step_that_violates_nothing_is_the_optimizers_to_the_last_bit(on):
     assert torch.equal(flat(models[0]), flat(models[1]))
 
 
-@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
 @steps
-def test_what_the_optimizer_does_not_move_stays(on, rate):
+def test_what_the_optimizer_does_not_move_stays(on):
     model = perceptron()
     model.extra = nn.Parameter(torch.ones(4, dtype=torch.float64))  # only the kept loss depends on it
     frozen, still = model[0].bias, model[2].bias
@@ -119,7 +103,9 @@ def test_what_the_optimizer_does_not_move_stays(on, rate):
 
     def make(_):
         moving = {"params": [model[0].weight, model[2].weight, model.extra]}
-        return adamw([moving, {"params": [still], "lr": rate, "weight_decay": 0.0}], foreach=False)
+        return adamw(
+            [moving, {"params": [still], "lr": torch.tensor(0.0), "weight_decay": 0.0}], foreach=False
+        )
 
     def extra_loss(model, data):
         return loss(model, data) + (model.extra * data[0].mean()).sum()
@@ -179,27 +165,6 @@ def test_gradients_of_any_optimizer_are_projected_and_steps_of_most(make):
     assert keeper.last.num_violated
     with pytest.raises(ValueError, match=r"cannot be projected.*on='gradient'"):
         begin(make=make, on="both")
-
-
-def linear(model, batch):
-    """Return a loss that is linear in the weights: the batch holds its gradient."""
-    return torch.cat([p.reshape(-1) for p in model.parameters()]) @ batch[0]
-
-
-def test_nearly_dependent_rows_on_a_part_of_the_parameters():
-    model = perceptron()
-    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
-    optimizer = adamw(groups)
-    keeper = protect(model, optimizer, linear, on="step")
-    loss(model, conflict()).backward()
-    first = -gradient(model).sign()  # against the gradient, and Adam's first step
-    for k, row in enumerate(
-        (first, first * (1 + 1e-9 * torch.arange(len(first))), torch.randn(len(first)).double())
-    ):
-        keeper.keep([row[None]], name=k)  # only G itself tells the first two apart
-    step = moved(model, optimizer.step)
-    assert keeper.last.num_violated
-    assert float(cosines(keeper.rows.G, step).min()) > -1e-6
 
 
 # --- steps that are refused, undone or taken again ------------------------------------------------
@@ -269,8 +234,8 @@ def test_a_step_that_cannot_be_projected_is_undone(options, rate, error, message
 
 @pytest.mark.parametrize("on", ["gradient", "both"])
 @pytest.mark.parametrize("anew", [False, True])
-@pytest.mark.parametrize("clip", [False, True])
-def test_a_step_that_breaks_off_and_is_taken_again_has_the_margin_once(on, anew, clip):
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_step_that_breaks_off_and_is_taken_again_has_the_weight_once(on, anew, clip):
     class Interrupted(torch.optim.SGD):
         times = 0
 
@@ -284,18 +249,14 @@ def test_a_step_that_breaks_off_and_is_taken_again_has_the_margin_once(on, anew,
     for times in (0, 2):
         model, optimizer, keeper = start(partial(Interrupted, lr=0.1), on=on, weight=0.5)
         optimizer.times = times
-        for attempt in range(times + 1):
+        for _ in range(times + 1):
             if clip:
-                keeper.clip_grad_norm_(0.5)
-            if attempt == times:
+                keeper.clip_grad_norm_(clip)
+            with pytest.raises(KeyboardInterrupt) if optimizer.times else nullcontext():
                 optimizer.step()
-                break
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-            if anew:  # other gradients are projected
+            if anew and keeper.last is None:  # other gradients are projected
                 model.zero_grad()
                 loss(model, conflict()).backward()
-        assert keeper.last.num_violated
         weights.append(flat(model))
     close = {"rtol": 1e-5, "atol": 1e-5} if clip else {}  # torch clips to a little less than it says
     torch.testing.assert_close(*weights, **close)
@@ -432,7 +393,7 @@ def test_only_second_moments_of_each_entry_are_a_metric():
 
 
 def test_a_weight_of_a_step_needs_a_learning_rate_and_that_of_a_gradient_does_not():
-    model, optimizer, keeper = start(Signs, on="both", weight=0.1)
+    _, optimizer, keeper = start(Signs, on="both", weight=0.1)
     optimizer.step()
     assert keeper.last.worst_cosine > -1e-10
     _, optimizer, _ = start(Signs, on="step", weight=0.1)

@@ -52,13 +52,13 @@ def test_every_method_learns(name):
 
 
 def test_promises_memory_and_what_diverges():
-    """GEM keeps its promise and others do not, with as many bytes of memory; a run may diverge."""
+    """GEM keeps its promise and others do not, with as many bytes of examples; a run may diverge."""
     assert done("plain")["guarantee"]["gradient"]["violated"] > 0
     assert done("gem-all")["guarantee"]["gradient"]["violated"] == 0
     assert done("gem-step")["guarantee"]["update"]["violated"] == 0
     example = 64 * 4 + 8
-    # Those that store outputs, too, have room for fewer; losses of a tolerance come on top, four bytes each.
-    bounds = 3 * 8 * example - 3 * (example + 40), 3 * 8 * (example + 4)
+    # Those that store outputs, too, have room for fewer.
+    bounds = 3 * 8 * example - 3 * (example + 40), 3 * 8 * example
     names = [name for name in settings.BASIC if METHODS[name].family not in ("reference", "no examples")]
     assert all(bounds[0] < done(name)["bytes"] <= bounds[1] for name in names)
     assert done("gem", rate=1e30)["diverged"]
@@ -146,7 +146,12 @@ def test_second_moments_of_adam():
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("gem", {0: 8, 1: 8}), ("agem", {None: 16}), ("gem-label", {0: 2, 1: 2})]
+    ("name", "expected"),
+    [
+        ("gem", {0: 8, 1: 8}),
+        ("agem", {"past": 16}),
+        ("gem-label", {(task, label): 2 for task in range(2) for label in range(4)}),
+    ],
 )
 def test_examples_of_a_row(name, expected):
     """As many of each task, whether one row is about them, one for each label, or one for all."""
@@ -155,14 +160,10 @@ def test_examples_of_a_row(name, expected):
         labels = torch.arange(8) % 4
         learner.end_task(k, first(8, batch) | {"labels": labels})
     learner.loss(past[0]).backward()
-    sizes = []
-    cross_entropy = learner.gem.promise.loss
-    # A mean, so that each row has a pass of its own.
-    loss = lambda model, batch: sizes.append(len(batch["labels"])) or cross_entropy(model, batch).mean()  # noqa: E731
-    learner.gem.promise = replace(learner.gem.promise, loss=loss)
     learner.setup.optimizer.step()
-    rows = [name[0] for name in learner.gem.last.names]
-    assert dict(zip(rows, sizes, strict=True)) == expected
+    sets = learner.keeper.sets
+    assert learner.keeper.last.names == list(sets)
+    assert {name: min(len(kept), kept.promise.examples) for name, kept in sets.items()} == expected
 
 
 def test_tuning_of_each_method(tmp_path):

@@ -52,20 +52,19 @@ def loss_on(model, dataset):
     return float(torch.stack(losses).mean())
 
 
+BATCHES = {
+    "padded to the longest": {},
+    "packed": {"packing": True, "packing_strategy": "wrapped"},
+    "packed without padding": {"packing": True},
+    "without padding": {"padding_free": True, "max_length": None},
+}
+REPLAYED = Promise(weight=1.0, examples=8)
+DISTILLED = Promise(Distillation(top=5), tolerance=0.001, examples=8)
+
+
 @pytest.mark.filterwarnings("ignore")  # of TRL, which wants flash attention for packed rows
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"packing": True, "packing_strategy": "wrapped"},
-        {"packing": True},
-        {"padding_free": True, "max_length": None},
-    ],
-    ids=["padded to the longest", "packed", "packed without padding", "without padding"],
-)
-@pytest.mark.parametrize(
-    "promise", [Promise(weight=1.0, examples=8), Promise(Distillation(top=5), tolerance=0.001, examples=8)]
-)
+@pytest.mark.parametrize("options", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("promise", [REPLAYED, DISTILLED], ids=["replayed", "distilled"])
 def test_a_script_of_the_documentation_keeps_a_promise(options, promise, tmp_path):
     first, second = texts(WORDS[:7]), texts([*WORDS[6::-1], *WORDS[7:]])
     one_row = 1 if options == {"packing": True} else None  # of several texts

@@ -20,7 +20,6 @@ from asv_benchmarks.benchmarks.timing import Call, in_turn
 from asv_benchmarks.reports.gpu.rows import HEAD, LABELS, WAYS, WORDS, Case, draw, loss, perceptron
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.tables import Table, digits, markdown
-from gemproj.torch import EpisodicMemory, GradientProjector, Promise
 from gemproj.torch.losses import CrossEntropy
 
 TEXT = 48  # tokens
@@ -65,8 +64,9 @@ def gpt2(head: str, layers: int, width: int, adapted: int | None) -> nn.Module:
 def measure(name: str, n: int, t: int, seconds: float) -> tuple[list[float], list[float]]:
     """Return the least seconds of each way, and the growth of memory in bytes."""
     torch.manual_seed(0)
-    case = Case(make(name), partial(draw, name.startswith("MLP"), TEXT), n, t)
-    torch.autograd.grad(loss(case.model, case.memory.batch(0)).sum(), case.projectors[True].parameters)
+    batches = [draw(name.startswith("MLP"), TEXT, n) for _ in range(t)]
+    case = Case(make(name), batches)
+    torch.autograd.grad(loss(case.model, batches[0]).sum(), case.rows[True].vector.parameters)
     before, grown = status("VmHWM"), []
     for shared in (False, True):  # the way that takes more memory is the last
         case.run(shared)
@@ -89,28 +89,28 @@ def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds
             hidden = found[0] if isinstance(found, tuple) else found
         return whole.lm_head(whole.transformer.ln_f(hidden))
 
-    tokens, hidden = EpisodicMemory(per_task=n), EpisodicMemory(per_task=n)
-    for task in range(t):
+    tokens, hidden = [], []
+    for _ in range(t):
         ids = torch.randint(1, WORDS, (n, TEXT))
         with torch.no_grad():
             states = model(input_ids=ids, output_hidden_states=True).hidden_states[first]
-        tokens.add({"input_ids": ids, "labels": ids}, task)
-        hidden.add({"hidden": states, "labels": ids}, task)
+        tokens.append({"input_ids": ids, "labels": ids})
+        hidden.append({"hidden": states, "labels": ids})
 
-    def recalled(memory: EpisodicMemory, loss: CrossEntropy) -> tuple[float, torch.Tensor]:
-        projector = GradientProjector([p for p in model.parameters() if p.requires_grad], Promise(loss))
-        [times] = in_turn({"": Call(lambda: projector.recall(model, memory.batches()))}, seconds).values()
-        return min(times), projector.constraints.clone()
+    def computed(batches: list[Any], loss: CrossEntropy) -> tuple[float, torch.Tensor]:
+        case = Case(model, batches, loss)
+        [times] = in_turn({"": Call(partial(case.run, True))}, seconds).values()
+        return min(times), case.rows[True].G
 
-    slow, G = recalled(tokens, CrossEntropy(shift=True))
-    fast, H = recalled(hidden, CrossEntropy(upper, shift=True))
+    slow, G = computed(tokens, CrossEntropy(shift=True))
+    fast, H = computed(hidden, CrossEntropy(upper, shift=True))
     apart = float(((G - H).norm(dim=1) / G.norm(dim=1)).max())
     return [
         f"{layers} layers of {width}, the last {trained} trained",
         *(digits(1e3 * taken) for taken in (slow, fast)),
         digits(slow / fast),
         f"{apart:.0e}",
-        digits(hidden.nbytes / 1e6),
+        digits(sum(part.nbytes for batch in hidden for part in batch.values()) / 1e6),
     ]
 
 

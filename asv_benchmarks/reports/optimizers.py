@@ -1,7 +1,7 @@
 """Steps of many optimizers: ``python -m asv_benchmarks.reports.optimizers --out docs/results/optimizers.md``.
 
 First install the libraries: ``pip install pytorch_optimizer torchao bitsandbytes``. Each optimizer trains
-the same small network without gemproj, with ``project=False`` and with ``on="both"``. In the table,
+the same small network without gemproj, with ``project=False`` and with projected steps. In the table,
 "unchanged" says whether the first two give the same weights to the bit; a violation is minus the smallest
 cosine of a step with the constraint; "rounding" is the rounding of the weights over the length of the
 shortest step. Optimizers that need other arguments than parameters and a learning rate are left out.
@@ -26,7 +26,7 @@ from asv_benchmarks.reports.soak import Batch, loss
 from asv_benchmarks.reports.tables import markdown, power, publish
 from examples.common import colours
 from examples.common.drawing import plt, save
-from gemproj.torch import GEM
+from gemproj.torch import Keeper, Promise
 
 STEPS, RATE = 25, 1e-3
 
@@ -41,15 +41,16 @@ def known() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def train(
-    start: nn.Module, make: Callable[..., Any], stream: list[Batch], kept: Batch, **options: Any
+    start: nn.Module, make: Callable[..., Any], stream: list[Batch], kept: Batch, project: bool | None = None
 ) -> tuple[Tensor, float, float]:
     """Train; return the weights, the largest violation of a step, and the rounding of the shortest step."""
     torch.manual_seed(0)
     model = copy.deepcopy(start)
     optimizer = make(list(model.parameters()), lr=RATE)
-    gem = GEM(model, optimizer, loss, **options) if options else None
-    if gem is not None:
-        gem.keep([kept])
+    keeper = None
+    if project is not None:
+        keeper = Keeper(model, optimizer, Promise(loss, examples=None), project=project)
+        keeper.keep([kept])
     violation, rounding = 0.0, 0.0
     after = nn.utils.parameters_to_vector(model.parameters()).detach()
     for batch in stream:
@@ -57,8 +58,8 @@ def train(
         loss(model, batch).backward()
         optimizer.step()
         before, after = after, nn.utils.parameters_to_vector(model.parameters()).detach()
-        if gem is not None and gem.last is not None and (length := float((after - before).norm())):
-            violation = max(violation, -(gem.last.worst_cosine or 0.0))
+        if keeper is not None and keeper.last is not None and (length := float((after - before).norm())):
+            violation = max(violation, -keeper.last.worst_cosine)
             rounding = max(rounding, torch.finfo(after.dtype).eps * float(after.norm()) / length)
     return after, violation, rounding
 
@@ -68,7 +69,7 @@ def draw(violations: list[tuple[float, float]]) -> Figure:
     figure, axes = plt.subplots(figsize=(7.5, 3.4))
     without, projected = zip(*sorted(violations), strict=True)
     axes.plot([-v for v in without], "o", color=colours.FINE_TUNING, markersize=4, label="without projection")
-    axes.plot([-v for v in projected], "o", color=colours.GEM, markersize=4, label='with on="both"')
+    axes.plot([-v for v in projected], "o", color=colours.GEM, markersize=4, label="with a keeper")
     axes.set(xlabel="optimizers", ylabel="smallest cosine of a step\nwith the old loss's gradient", xticks=[])
     axes.legend(loc="lower left")
     return figure
@@ -98,8 +99,8 @@ def main(
         except Exception:
             continue
         try:
-            watched, violation, _ = train(start, make, stream, kept, on="both", project=False)
-            _, projected, rounding = train(start, make, stream, kept, on="both")
+            watched, violation, _ = train(start, make, stream, kept, project=False)
+            _, projected, rounding = train(start, make, stream, kept, project=True)
         except Exception as error:
             rows.append([name, f"{type(error).__name__}: {error}".partition(". ")[0], "", "", ""])
             continue

@@ -1,7 +1,7 @@
 """``make soak``: ten thousand training steps, in which memory must not grow.
 
 A small network keeps two kinds of promises about three sets, with gradient and step projected. Every thousand
-steps a checkpoint is saved and loaded, the report is read, and one set is removed and stored again.
+steps a checkpoint is saved and loaded, the report is read, and one set is forgotten and kept again.
 """
 
 import gc
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from asv_benchmarks.benchmarks.peaks import status
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.tables import markdown, publish
-from gemproj.torch import GEM, Promise
+from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import Distillation
 
 EACH = 1000
@@ -47,25 +47,27 @@ def main(
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    gem = GEM(model, optimizer, on="both")
+    keeper = Keeper(model, optimizer)
     said = Promise(Distillation(lambda model, batch: model(batch[0])), examples=8, tolerance=0.05)
-    for k, promise in enumerate((Promise(loss, weight=0.5, examples=8), Promise(loss, penalty=2.0), said)):
-        gem.keep(batches(k, 4), promise, name=k)
+    for k, promise in enumerate(
+        (Promise(loss, weight=0.5, examples=8), Promise(loss, None, penalty=2.0), said)
+    ):
+        keeper.keep(batches(k, 4), promise, name=k)
     stream, rows, active = batches(3, 64), [], 0
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         loss(model, stream[step % len(stream)]).backward()
         optimizer.step()
-        active += bool(gem.last and gem.last.num_active)
+        active += bool(keeper.last and keeper.last.num_active)
         if step % EACH == 0:
-            for kept in (gem, optimizer):
+            for kept in (keeper, optimizer):
                 file = io.BytesIO()
                 torch.save(kept.state_dict(), file)
                 file.seek(0)
                 kept.load_state_dict(torch.load(file, weights_only=True))
-            gem.memory.remove(2)
-            gem.keep(batches(2, 4), said, name=2)
-            assert sum(line.examples > 0 for line in gem.report()) == 3  # and the removed set
+            keeper.forget(2)
+            keeper.keep(batches(2, 4), said, name=2)
+            assert sum(line.examples > 0 for line in keeper.report().values()) == 3  # and the forgotten set
             del file
             gc.collect()
             tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())

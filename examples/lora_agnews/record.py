@@ -28,7 +28,7 @@ class Recorder:
     its cosine with the gradient of that task is negative. The cosine of the gradient itself is measured, too,
     because the step of an adaptive optimizer has another direction.
 
-    After `watch` and `watch_keeper`, hooks of the optimizer measure every step; the loop needs no further call.
+    After `watch` and `watch_keeper`, hooks of the optimizer measure every step.
     """
 
     def __init__(

@@ -41,12 +41,9 @@ class Setup:
 
     def memory(self, extra: int = 0) -> Memory:
         """Return an empty memory, for fewer examples if each needs `extra` bytes in addition."""
-        return Memory(self.room(extra), self.seed, self.setting.policy)
-
-    def room(self, extra: int = 0) -> int:
-        """Return the number of examples of a task that are kept, if each needs `extra` bytes in addition."""
         example = self.bytes_of_example()
-        return max(1, self.setting.per_task * example // (example + extra))
+        size = max(1, self.setting.per_task * example // (example + extra))
+        return Memory(size, self.seed, self.setting.policy)
 
     def bytes_of_example(self) -> int:
         """Return the size of one example."""
@@ -152,7 +149,7 @@ class Projected(Learner):
     ) -> None:
         super().__init__(setup)
         self.per, self.labels = per, 1
-        self.size = setup.room(setup.bytes_of_outputs() if distilled else extra)
+        self.size = setup.memory(setup.bytes_of_outputs() if distilled else extra).size
         past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
         tuned: dict[str, Any] = {knob: setup.knob} if knob else {}
         self.promise = Promise(past, setup.setting.examples, tolerance=tolerance, **tuned)
@@ -161,7 +158,7 @@ class Projected(Learner):
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Keep examples; a step takes equally many of each task, whatever a row of G is about."""
-        labels, n = batch["labels"], self.promise.examples
+        labels, n = batch["labels"], self.setup.setting.examples
         found = labels.unique().tolist()
         self.labels = max(self.labels, len(found))
         parts: dict[Hashable, Batch] = {"past" if self.per == "all" else task: batch}
@@ -230,7 +227,7 @@ class Reference(Learner):
         return self.memory.sample(self.setup.setting.examples * len(self.memory.tasks))
 
     def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
-        """Change the gradient in place, given that of the past, and the losses of the batch and of the past."""
+        """Change the gradient in place, given that of the past; `losses` are of the batch and of the past."""
         raise NotImplementedError
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:

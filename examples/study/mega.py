@@ -15,8 +15,8 @@ def balance(
 ) -> None:
     """Replace the gradient g of a batch by a weighted sum with r, the gradient on the memory, in place.
 
-    `past` has r as rows of one constraint matrix, `losses` the losses on the batch and on the memory. With the
-    weights ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` the result is u g + v r.
+    `past` has r in matrices of one row, `losses` the losses on the batch and on the memory. With the weights
+    ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` the result is u g + v r.
     """
     K, b, gg = gram(past, gradient)
     u, v = weights(float(K), float(b), float(gg), *losses)

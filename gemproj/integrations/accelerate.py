@@ -65,11 +65,11 @@ class Keeper(AcceleratedKeeper):
                 optimizer.zero_grad()
             accelerator.log(keeper.logs())
 
-    Losses on kept examples use the forward pass of the prepared model, with its precision and, in float16, its
-    loss scale. If the loss needs ``accelerator.autocast()``, use it inside the loss. ``accelerator.save_state``
-    and ``load_state`` include the keeper, in a file ``keeper.pt`` or one file per process; a second keeper uses
-    ``keeper_1.pt``. ``accelerator.clip_grad_norm_`` clips before the projection; with a weight, use
-    `clip_grad_norm_` of the keeper, which clips after it.
+    Losses on kept examples use the forward pass of the prepared model, with its precision and, in float16,
+    its loss scale. If the loss needs ``accelerator.autocast()``, use it inside the loss.
+    ``accelerator.save_state`` and ``load_state`` include the keeper, in a file ``keeper.pt`` or one file per
+    process; a second keeper uses ``keeper_1.pt``. ``accelerator.clip_grad_norm_`` clips before the
+    projection; with a weight, use `clip_grad_norm_` of the keeper, which clips after it.
 
     Parameters
     ----------

@@ -13,8 +13,10 @@ except ImportError as error:
         "gemproj.integrations.avalanche needs Avalanche: pip install '.[avalanche]' in a checkout of gemproj."
     ) from error
 
+import torch
 from torch import Tensor
 
+from gemproj._checks import check_count
 from gemproj.torch.keeper import KeeperBase
 from gemproj.torch.losses import model_loss
 from gemproj.torch.processes import everyone
@@ -33,8 +35,8 @@ class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # 
     every step; there is no ridge. ``method=GEM2017(strength)`` gives the numbers of Avalanche's GEM, up to
     rounding: that method has a ridge of 1e-3, and its strength applies only if a constraint is violated.
     Further differences: rows are computed in evaluation mode; the projection also moves parameters that only
-    past experiences use, such as their heads; it takes place in ``optimizer.step()``, after other plugins have
-    changed the gradient.
+    past experiences use, such as their heads; it takes place in ``optimizer.step()``, after other plugins
+    have changed the gradient.
 
     Parameters
     ----------
@@ -52,6 +54,8 @@ class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # 
     def __init__(
         self, promise: Promise | None = None, *, limit: int | None = None, name: Any = None, **options: Any
     ) -> None:
+        if limit is not None:
+            check_count(limit, "limit", 1)
         SupervisedPlugin.__init__(self)
         KeeperBase.__init__(self, Promise() if promise is None else promise, **options)
         self._limit, self._name = limit, name
@@ -71,13 +75,15 @@ class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Keep some patterns of the experience."""
         patterns = strategy.experience.dataset
+        drawn = torch.randperm(len(patterns), generator=self._random)[: self._limit].tolist()
         name = strategy.clock.train_exp_counter if self._name is None else self._name
-        self.keep(patterns, name=name, limit=self._limit, collate=patterns.collate_fn)
+        # As a batch, because a plugin is pickled, and a collate function may not be.
+        self.keep([list(patterns.collate_fn([patterns[i] for i in drawn]))], name=name)
         self._commit()
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling, without the loss; each experience makes its own loss."""
         promise = replace(self.promise, loss=model_loss)
-        sets = {name: replace(kept, promise=promise, collate=None) for name, kept in self.sets.items()}
+        sets = {name: replace(kept, promise=promise) for name, kept in self.sets.items()}
         return super().__getstate__() | {"promise": promise, "sets": sets}

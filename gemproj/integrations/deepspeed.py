@@ -15,9 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemproj.torch.processes import Local, Sharded
+from gemproj.torch.keeper import KeeperBase
+from gemproj.torch.processes import Local, Sharded, everyone
+from gemproj.torch.promise import Loss, Promise
 from gemproj.torch.step import On, ProjectedStep
 from gemproj.torch.vector import ParameterVector
+
+
+class Keeper(KeeperBase):
+    """`gemproj.torch.Keeper` for an engine of DeepSpeed with ZeRO 1, 2 or 3; experimental.
+
+    With Accelerate or a Trainer, use their integrations.
+
+    Parameters
+    ----------
+    engine : deepspeed.DeepSpeedEngine
+    promise, **options
+        As in `gemproj.torch.Keeper`; only ``on="step"``, the default here, is possible.
+    """
+
+    def __init__(
+        self, engine: Any, promise: Promise | Loss | None = None, *, on: On = "step", **options: Any
+    ) -> None:
+        super().__init__(promise, on=on, **options)
+        self._vector_type, self._step_type = ZeroVector, ZeroStep
+        self._attach(engine.module, engine.optimizer, group=everyone())
 
 
 class ZeroVector(ParameterVector):

@@ -31,23 +31,23 @@ class KeeperCallback(KeeperBase, Callback):
     """A callback that keeps promises about `data` while a `Trainer` fits something else.
 
     One call of ``Trainer.fit`` is one task. Parameters that are trainable when the fit begins are projected.
-    Pass the same callback to the Trainer of each task, and call `keep` after each fit. The callback works with
-    automatic and manual optimization, accumulated gradients, mixed precision and DistributedDataParallel, for
-    modules with one optimizer. The gradient is projected before Lightning clips it; with manual optimization call
-    `clip_grad_norm_` of the callback. The numbers of `logs`, such as ``keep/excess``, are logged as often as the
-    trainer logs.
+    Pass the same callback to the Trainer of each task, and call `keep` after each fit. The callback works
+    with automatic and manual optimization, accumulated gradients, mixed precision and
+    DistributedDataParallel, for modules with one optimizer. The gradient is projected before Lightning clips
+    it; with manual optimization call `clip_grad_norm_` of the callback. The numbers of `logs`, such as
+    ``keep/excess``, are logged as often as the trainer logs.
 
-    Checkpoints hold the kept sets, the history and the warm start. Lightning saves only the state of process 0,
-    so after a restart all processes have the examples of process 0.
+    Checkpoints hold the kept sets, the history and the warm start. Lightning saves only the state of process
+    0, so after a restart all processes have the examples of process 0.
 
     Parameters
     ----------
     data, name, collate, limit, hold_out
         What to keep when the first fit begins, as in `gemproj.torch.Keeper.keep`.
     promise : Promise or loss, optional
-        As in `gemproj.torch.Keeper`. A loss is a function of a module and a batch from the dataloader, which is
-        converted and moved to the device as in training. A method of the module, such as ``MyModule.loss``, is
-        possible; ``training_step`` is not, because it logs.
+        As in `gemproj.torch.Keeper`. A loss is a function of a module and a batch from the dataloader, which
+        is converted and moved to the device as in training. A method of the module, such as
+        ``MyModule.loss``, is possible; ``training_step`` is not, because it logs.
     **options
         `on`, `method`, `look`, `project`, `microbatch` and `process_group` of `gemproj.torch.Keeper`.
 
@@ -95,6 +95,9 @@ class KeeperCallback(KeeperBase, Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note that the stage has ended."""
         self._stage = None
+        if self._restored is not None and self._model is not None:  # from the end of a training
+            restored, self._restored = self._restored, None
+            super().load_state_dict(restored)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state, but not one from a checkpoint that is only evaluated.
@@ -114,15 +117,15 @@ class KeeperCallback(KeeperBase, Callback):
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"KeeperCallback needs a module with one optimizer; found {len(trainer.optimizers)}. For "
-                "several, make gemproj.torch.Keeper(self, [opt.optimizer for opt in self.optimizers()]) in the "
-                "module's on_train_start, and remove() it in on_train_end; without toggle_optimizer, which "
-                "freezes parameters."
+                "several, make gemproj.torch.Keeper(self, [opt.optimizer for opt in self.optimizers()]) in "
+                "the module's on_train_start, and remove() it in on_train_end; without toggle_optimizer, "
+                "which freezes parameters."
             )
         self._trainer = trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._attach(pl_module, trainer.optimizers[0], scaler=scaler, group=everyone())
-        # Lightning clips after the hook before the step. A fused optimizer divides by the loss scale in its step,
-        # with manual optimization the module clips, and it may call the optimizer itself.
+        # Lightning clips after the hook before the step. A fused optimizer divides by the loss scale in its
+        # step, with manual optimization the module clips, and it may call the optimizer itself.
         fused = scaler is not None and getattr(trainer.optimizers[0], "_step_supports_amp_scaling", False)
         self._steps[0].early = pl_module.automatic_optimization and not fused
         self._collate = getattr(trainer.train_dataloader, "collate_fn", None)
@@ -157,7 +160,8 @@ class KeeperCallback(KeeperBase, Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; a copy is not attached to a trainer."""
         held = super().__getstate__() | {"_trainer": None}
-        return {name: value for name, value in held.items() if name not in ("log", "log_dict")}  # the module's
+        # Lightning gives a callback these methods of the module.
+        return {name: value for name, value in held.items() if name not in ("log", "log_dict")}
 
     def _wrapped(self, loss: Loss) -> Loss:
         trainer = self._trainer

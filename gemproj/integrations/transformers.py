@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 try:
-    import accelerate  # noqa: F401
     import torch
+    from accelerate.state import AcceleratorState
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError(
@@ -28,6 +28,8 @@ from gemproj.integrations.accelerate import AcceleratedKeeper, file_in, read
 from gemproj.torch.data import Collate
 from gemproj.torch.losses import Distillation
 from gemproj.torch.promise import Loss, Promise
+from gemproj.torch.references import write_references
+from gemproj.torch.rows import unwrapped
 from gemproj.torch.step import ProjectedStep
 
 # Longest kept text, in tokens, unless the training arguments set a length.
@@ -37,6 +39,10 @@ _COLUMNS = {"input_ids", "pixel_values", "labels", "label"}
 _TEXTS = [("messages",), ("text",), ("prompt", "completion")]
 # Keys of tokens, of models that generate text and of others.
 _LABELLED, _UNLABELLED = "tokens of text", "tokens"
+# Number of texts that a model writes where no data is given, and the share that is held out.
+_TEXTS_WRITTEN, _HELD_OUT = 256, 0.2
+# Names in the logs of the held-out loss and the ends of its 95 % interval.
+_HELD = ("held_out", "held_out_low", "held_out_high")
 # Frames between a callback and the object that has the list of callbacks, which subclasses add to.
 _FRAMES = 8
 
@@ -46,11 +52,15 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
 
     ::
 
+        Trainer(model, args, train_dataset=new, callbacks=[KeeperCallback()]).train()
         Trainer(model, args, train_dataset=new, callbacks=[KeeperCallback(texts)]).train()
 
-    When training begins, the outputs of the model for `data` are stored. Every step then keeps their mean
-    divergence below the tolerance of the promise, 0.05 nats by default. For tasks one after another, pass the
-    same callback to the trainer of each task, and keep each task when it is learned::
+    When training begins, the outputs of the model for `data` are stored; without data, for 256 texts that the
+    model writes itself (`gemproj.torch.write_references`; a fifth is held out, and they are cached). Every
+    step then keeps their mean divergence below the tolerance of the promise, 0.05 nats by default. At an
+    evaluation and at the end, the logs have the divergence on held-out examples, in a forward pass over them.
+    For tasks one after another, pass the same callback to the trainer of each task, and keep each task when
+    it is learned::
 
         callback = KeeperCallback(promise=Promise(weight=0.5))
         for dataset in datasets:
@@ -58,19 +68,20 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
             trainer.train()
             callback.keep(trainer.get_train_dataloader(), limit=100)
 
-    The projected gradient is clipped to ``args.max_grad_norm``, so a weight acts as in replay; the Trainer itself
-    does not clip. ``grad_norm`` in the logs is the norm of the projected gradient before it is clipped. Only trainable parameters are projected, so with peft only the adapters add
-    to the cost. Logs include the numbers of `logs`, such as ``keep/excess``, wherever `report_to` sends them.
+    The projected gradient is clipped to ``args.max_grad_norm``, so a weight acts as in replay; the Trainer
+    itself does not clip. ``grad_norm`` in the logs is the norm of the projected gradient before it is
+    clipped. Only trainable parameters are projected, so with peft only the adapters add to the cost. Logs
+    include the numbers of `logs`, such as ``keep/excess``, wherever `report_to` sends them.
 
-    Checkpoints include a file ``keeper.pt``, or one per process. It is found if training resumes from a folder
-    in ``args.output_dir``, or from ``args.resume_from_checkpoint``; otherwise call `load`.
+    Checkpoints include a file ``keeper.pt``, or one per process. It is found if training resumes from a
+    folder in ``args.output_dir``, or from ``args.resume_from_checkpoint``; otherwise call `load`.
 
     Parameters
     ----------
     data : list of texts, of conversations or of examples; datasets.Dataset; or DataLoader, optional
         What to keep. Texts, and conversations (lists of messages with a role and a content), are tokenised by
-        the tokenizer of the trainer. Examples are collated by its collator. More can be kept by `keep`, before
-        training, in which case it waits until training begins, or after it.
+        the tokenizer of the trainer. Examples are collated by its collator. More can be kept by `keep`,
+        before training, in which case it waits until training begins, or after it.
     promise : Promise or loss, optional
         By default ``Promise(Distillation())``.
     name, collate, limit, hold_out
@@ -86,7 +97,7 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
     """
 
     _waits = True
-    _remedy = "Pass KeeperCallback(texts)."
+    _remedy = "Pass KeeperCallback(texts): this model does not write texts."
     _named: dict[str, Any] | None = None  # the checkpoint that `load` has read
 
     def __init__(
@@ -116,7 +127,7 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         limit: int | None = None,
         hold_out: float = 0.0,
     ) -> None:
-        """Keep examples, now or when training begins: see `KeeperCallback`, and `gemproj.torch.Keeper.keep`."""
+        """Keep examples, now or when training begins; see `KeeperCallback` and `Keeper.keep`."""
         if self._model is not None and self._tools is not None and collate is None:
             data, collate = _prepared(data, self._model, self._collate, *self._tools)
         super().keep(data, promise, name=name, collate=collate, limit=limit, hold_out=hold_out)
@@ -147,12 +158,32 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         batched = getattr(loader, "batch_sampler", None) is not None
         self._collate = _Collator(tokenizer, loader.collate_fn if batched else None)
         self._tools = (tokenizer, args)
+        self._soon = max(min(type(self)._soon, state.max_steps // 10), 4)
         self._keep_pending()
         self._noted, self._noted_at = 0, -1  # a callback that was added twice is called twice
         self.logs()  # drops the numbers of an earlier training
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))
+        elif not self.sets and not self._given:
+            self._keep_references()
         self._named = None
+
+    def _keep_references(self) -> None:
+        """Let a language model write what to keep, where no data was given."""
+        assert self._tools is not None
+        (tokenizer, _), (model, _) = self._tools, unwrapped(self._model)
+        if tokenizer is None or not getattr(model, "can_generate", bool)():
+            return
+        from transformers import DataCollatorForSeq2Seq
+
+        world, rank = AcceleratorState().num_processes, AcceleratorState().process_index
+        folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
+        texts = write_references(model, tokenizer, max(_TEXTS_WRITTEN // world, 1), seed=rank, cache=folder)
+        if "labels" in texts[0]:
+            self.keep(texts, name="references", hold_out=_HELD_OUT, collate=DataCollatorForSeq2Seq(tokenizer))
+        else:
+            named = [{_LABELLED: one["input_ids"]} for one in texts]
+            self.keep(named, name="references", hold_out=_HELD_OUT, collate=self._collate)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
@@ -176,10 +207,12 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add the numbers of the steps since the last log."""
-        if not ({"loss", "train_loss"} & set(logs or ())):
-            return  # an evaluation
-        numbers = self.logs()
+        """Add numbers of the steps since the last log; at evaluations and at the end, held-out losses."""
+        logs = {} if logs is None else logs
+        numbers: dict[str, float] = self.logs() if {"loss", "train_loss"} & logs.keys() else {}
+        if "train_loss" in logs or any(key.startswith("eval_") for key in logs):
+            for name, found in self.held_out().items():
+                numbers |= {f"keep/{name}/{key}": n for key, n in zip(_HELD, found, strict=True)}
         norm = self._steps[0].norm if self._steps and "loss" in logs else None
         # An overflow is the Trainer's to tell: the scaler then takes no step, and nothing is clipped.
         if norm is not None and math.isfinite(logs.get("grad_norm", 0.0)):
@@ -243,7 +276,7 @@ class _Later(float):
     If a training breaks off, no callback is told. The norm is then still here, also in copies.
     """
 
-    def __new__(cls, norm: float) -> _Later:  # noqa: D102
+    def __new__(cls, norm: float) -> _Later:
         self = super().__new__(cls, 0.0)
         self.norm = norm
         return self

@@ -12,7 +12,8 @@ from gemproj.torch.data import PerExample
 from gemproj.torch.history import Projection
 from gemproj.torch.keeper import Keeper
 from gemproj.torch.promise import Promise
+from gemproj.torch.references import write_references
 from gemproj.torch.rows import rows
 from gemproj.torch.step import detach
 
-__all__ = ["Keeper", "PerExample", "Projection", "Promise", "detach", "losses", "rows"]
+__all__ = ["Keeper", "PerExample", "Projection", "Promise", "detach", "losses", "rows", "write_references"]

@@ -129,7 +129,8 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
     first = next(lists, None)
     if first is None:
         return iter(()), None
-    if not given and len(first) and own(first[:1]) is first[0]:  # the elements of the data set are batches
+    probe = [] if given else list(owned(PerExample(first[:1])))  # a collate function may modify its input
+    if probe and own(probe[:]) is probe[0]:  # the elements of the data set are batches
         return itertools.chain(first, *lists), None
     return itertools.chain([first], lists), collate if given else own
 

@@ -181,6 +181,9 @@ class History:
         self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
         self._steps, self._every = 0, 1
         self._pending: list[Projection] = []  # steps that have not been counted yet
+        self._excess: float
+        self._worst: float
+        self._sums: dict[str, float]
         self._forget_means()
 
     def add(self, step: Projection) -> None:

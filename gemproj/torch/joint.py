@@ -125,8 +125,8 @@ def _checked(G: Any, model: nn.Module, draws: Sequence[Draw], plan: Plan, alone:
         rounding = 4.0 * torch.finfo(row.dtype).eps * (1.0 + abs(loss))
         if abs(loss) > rounding and not apart <= min(4.0 * eps**0.5, _MOST_APART) * size:
             raise RowByRow(
-                f"rows differ by {apart / max(size, 1e-30):.1g} of their norm in a shared pass. Does the loss "
-                "of an example depend on the others of its batch, or draw random numbers?"
+                f"rows of a shared pass differ by {apart / max(size, 1e-30):.1g} of their norm. Does the "
+                "loss of an example depend on the others of its batch, or draw random numbers?"
             )
     return plan
 

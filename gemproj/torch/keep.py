@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -123,13 +123,12 @@ def scored(
     if topology.collective:
         reshard(model)
     rise = losses - then
-    sums = torch.tensor([len(rise), float(rise.sum()), float(rise.square().sum()), float(then.sum())])
-    sums = sums.to(wide_dtype(torch, vector.device))
+    sums = torch.stack([torch.ones_like(rise).sum(), rise.sum(), rise.square().sum(), then.sum()])
     total = topology.sum_shards if topology.collective else topology.sum_values
-    n, first, second, before = total(sums.to(vector.device)).tolist()
+    n, first, second, before = total(sums.to(vector.device, wide_dtype(torch, vector.device))).tolist()
     mean, spread = first / n, max(second / n - (first / n) ** 2, 0.0)
     half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf
-    return tuple(before / n + mean + way * half for way in (0.0, -1.0, 1.0))  # type: ignore[return-value]
+    return tuple(before / n + mean + way * half for way in (0.0, -1.0, 1.0))
 
 
 def _student(freedom: float) -> float:
@@ -172,7 +171,7 @@ def _labelled(kept: KeptSet, loss: Loss) -> list[int]:
         batch, _ = kept.fetch(at, None)
         if labelled is not None:
             mask = labelled(batch)
-        elif isinstance(getattr(batch, "get", dict().get)("labels"), Tensor):
+        elif isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
             mask = labelled_rows(batch["labels"])
         else:
             return list(range(n))

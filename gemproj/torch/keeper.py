@@ -39,6 +39,7 @@ class KeeperBase:
     _step_type: Any = ProjectedStep
     _remedy = "Call keep(examples)."
     _waits = False  # whether `keep` waits for a training that has a model
+    _soon = 20  # number of steps after which a rate is judged
     max_norm: float | None = None  # norm to which every gradient is clipped after its projection
 
     def __init__(
@@ -62,7 +63,8 @@ class KeeperBase:
             check_count(microbatch, "microbatch", 1)
         self.look, self.project, self._microbatch, self._group = look, project, microbatch, process_group
         self.sets: dict[Hashable, KeptSet] = {}
-        self.history, self.last = History(), None
+        self.history = History()
+        self.last: Projection | None = None
         self._random = torch.Generator().manual_seed(0)
         self._collate: Collate | None = None  # for sets of a state that were kept one by one
         self._pending: list[Any] = []  # arguments of `keep`, for the training that begins next
@@ -71,7 +73,8 @@ class KeeperBase:
         self._steps: list[ProjectedStep] = []
         self.rows: Rows | None = None
         self._warm: dict[str, Any] = {}  # by kind of vector: names of the rows, and their multipliers
-        self._changed, self.terms, self._scaler = True, Terms(), None
+        self._changed, self.terms = True, Terms()
+        self._scaler: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; a copy is not attached."""
@@ -131,6 +134,8 @@ class KeeperBase:
             the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
         known, chosen = self._checked(promise, name, limit)
+        if not 0.0 <= hold_out < 1.0:
+            raise ValueError(f"hold_out must be a share of the examples, at least 0, below 1; found {hold_out}.")
         if self._model is None:
             if not self._waits:
                 raise ValueError(f"{type(self).__name__} has no model yet.")
@@ -300,6 +305,7 @@ class KeeperBase:
         self._stepped: set[int] = set()  # the optimizers that have used the present rows
         self._noise: Any = None
         self._begun = self._looks = 0  # steps since attaching, and since the sets have changed
+        self._first: list[tuple[Sequence[Any], Tensor]] = []  # names and excesses of the first steps
         self._left_out, self._replaced = set[Hashable](), list[Tensor]()
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         _check_disjoint(optimizers)
@@ -496,9 +502,30 @@ class KeeperBase:
             return
         self._counted = self.last
         self.history.add(self.last)
+        self._tell_rate(self.last)
         self.rows.follow(self._sums[1])
 
     _counted: Projection | None = None
+
+    def _tell_rate(self, step: Projection) -> None:
+        """Warn, after the first steps, if losses are above their bounds by more than the tolerance in most of them."""
+        if step.excess is None or len(self._first) >= self._soon:
+            return
+        self._first.append((step.names, step.excess))
+        if len(self._first) < self._soon:
+            return
+        late = [(n, e) for n, e in self._first[self._soon // 2 :] if n == step.names]
+        excess, tolerance = torch.stack([e for _, e in late]).cpu(), torch.as_tensor(self.terms.tolerance).cpu()
+        above = ((excess > tolerance) & (tolerance > 0.0)).double().mean(0)  # of zero, any rounding is an excess
+        far = [name for name, share in zip(step.names, above.tolist(), strict=True) if share > 0.5]
+        if far:
+            most = float(excess.nan_to_num(0.0).max())
+            warnings.warn(
+                f"After {self._soon} steps, losses of {', '.join(map(repr, far[:5]))} are above their bounds by more "
+                f"than their tolerances in most steps, by up to {most:.2g}: the tolerance is not kept at this learning rate. Lower the rate, or "
+                "use more examples per step.",
+                stacklevel=7,
+            )
 
     def _close(self, name: Hashable) -> None:
         """End the statistics of a set, with those of the last step."""
@@ -646,8 +673,6 @@ class Keeper(KeeperBase):
 
 def _divided(kept: KeptSet, share: float, random: torch.Generator) -> KeptSet:
     """Return a set whose `held` has a share of its examples, at random."""
-    if not 0.0 < share < 1.0:
-        raise ValueError(f"hold_out must be a share of the examples, at least 0 and below 1; found {share}.")
     n = round(share * len(kept))
     if not 0 < n < len(kept):
         raise ValueError(

@@ -66,7 +66,8 @@ def _field_of(batch: Batch, field: Field, name: str) -> Any:
 
 def labelled_rows(labels: Tensor) -> Tensor:
     """Return whether any label of each example counts, shape (n,)."""
-    return (labels != _IGNORED).reshape(len(labels), -1).any(1)
+    counts = labels != _IGNORED
+    return counts.flatten(1).any(1) if labels.ndim > 1 else counts
 
 
 class CrossEntropy:
@@ -109,7 +110,8 @@ class CrossEntropy:
 
     def labelled(self, batch: Batch) -> Tensor:
         """Return whether each example has any label, shape (n,)."""
-        return labelled_rows(_field_of(batch, self._labels, "labels"))
+        labels = _field_of(batch, self._labels, "labels")
+        return labelled_rows(labels[:, 1:] if self._shift and labels.ndim > 1 else labels)
 
     def of(self, logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
         """Return the losses for given logits; pass `model` if a transformers model computed the logits."""

@@ -192,7 +192,7 @@ def _sampling(model: torch.nn.Module, seed: int) -> Iterator[None]:
 def _bar(n: int, wanted: bool) -> Iterator[Any]:
     """Yield a function that shows how many of n texts are written."""
     try:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
     except ImportError:
         wanted = False
     if not wanted:

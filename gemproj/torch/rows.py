@@ -231,7 +231,7 @@ class Rows:
         """Return the squared norm of a step and its products with the rows, summed over processes."""
         topology, wide = self.vector.topology, self._none.dtype
         kind = torch.promote_types(step.dtype, torch.float32)
-        sums = [0.0, 0.0, 0.0]
+        sums: list[Any] = [0.0, 0.0, 0.0]
         with torch.autocast(step.device.type, enabled=False):
             for at in self.vector.owned:
                 G, part = self.G[:, at], step[at]

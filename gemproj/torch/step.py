@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -178,7 +178,8 @@ class ProjectedStep:
         _check_optimizer(optimizer)
         self._keeper, self.optimizer = keeper, optimizer
         self.max_norm: float | None = None
-        self.norm, self.early, self.calls = None, False, 0
+        self.norm: Tensor | None = None
+        self.early, self.calls = False, 0
         self._clipped: Any = 1.0  # the factor by which clipping multiplied the gradient
         self._vector: ParameterVector
         self._rows: Rows | None = None
@@ -319,7 +320,7 @@ class ProjectedStep:
 
     def _solve_gradient(self, rows: Rows, held: list[bool]) -> DualSolution:
         """Project the gradient in the scratch buffer."""
-        keeper, terms, gradient = self._keeper, self._keeper.terms, rows.vector.read_gradient()
+        terms, gradient = self._keeper.terms, rows.vector.read_gradient()
         moving = self._moves(self.groups()) if terms.held else held
         through, rate = None, 1.0
         if terms.held and self._has_moments(moving):
@@ -378,7 +379,7 @@ class ProjectedStep:
             )
             measured = measure(mine)
         measured = topology.sum_gram(measured)
-        if mine is here and weights is None and columns == vector.columns:
+        if weights is None and through is None and all(moving):  # alike on all processes
             K = measured.gram.K
             rows.norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)
         weighted = kind == "gradient" or keeper.on == "step"
@@ -430,7 +431,7 @@ class ProjectedStep:
             group, state = groups[id(p)], states.get(p, {})
             decay = group["betas"][1]
             if ahead:
-                second, count = torch.square(local(p.grad)) * (1 - decay), 0
+                second, count = torch.square(local(p.grad)) * (1 - decay), cast(Any, 0)
                 if "exp_avg_sq" in state:
                     second += decay * _dequantised(local(state["exp_avg_sq"]))
                     count = _number(state.get("step", group.get("step")))
@@ -447,7 +448,7 @@ class ProjectedStep:
             rates.append(_number(group["lr"]))
         if parts:
             # All parameters at once: six operations for each would take longer than the optimizer's step.
-            roots = torch._foreach_div(seconds, _alike(corrections, w))
+            roots: Any = torch._foreach_div(seconds, _alike(corrections, w))
             torch._foreach_sqrt_(roots)
             roots = [a if (a.dtype, a.device) == (w.dtype, w.device) else a.to(w) for a in roots]
             torch._foreach_maximum_(parts, roots)
@@ -460,7 +461,7 @@ class ProjectedStep:
 
         Before its first step an optimizer keeps none; then its `defaults` tell.
         """
-        # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process updates
+        # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process has
         # the moments of some parameters.
         if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
             return False
@@ -517,7 +518,8 @@ class ProjectedStep:
         self.norm = total_norm(parameters)
         clip_grads_with_norm_(parameters, most, self.norm)
         # The same factor as in torch. After an overflow no step is taken, but a margin must not be NaN.
-        self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
+        factor: Any = most / (self.norm + 1e-6)
+        self._clipped = factor.clamp(max=1.0).nan_to_num(1.0)
 
     def _unscale(self) -> None:
         """Divide gradients by the scale that a fused optimizer would divide by in its step."""
@@ -540,17 +542,20 @@ class ProjectedStep:
         return all(now is then and m == n for (now, m), (then, n) in pairs)
 
     def _check_finite(self, rows: Rows) -> None:
-        """Raise unless gradient and rows are finite; on a device, that would synchronise."""
-        if self._vector.device.type != "cpu":
+        """Raise on all processes unless gradient and rows are finite; on a device, that would synchronise."""
+        vector = self._vector
+        if vector.device.type != "cpu":
             return
-        gradients = [local(p.grad) for p in self._vector.parameters if p.grad is not None]
-        if not all(bool(g.isfinite().all()) for g in gradients):
-            raise ValueError("The gradient is not finite.")
-        if rows.norms is None and not self._vector.topology.collective:
-            rows.norms = rows.lengths()
-        if rows.norms is not None and not bool(rows.norms.isfinite().all()):
-            k = int((~rows.norms.isfinite()).nonzero()[0])
-            raise ValueError(f"G is not finite: row {k}.")
+        gradients = [local(p.grad) for p in vector.parameters if p.grad is not None]
+        wrong = not all(bool(g.isfinite().all()) for g in gradients)
+        norms = rows.lengths() if rows.norms is None else rows.norms
+        if not vector.topology.collective:
+            rows.norms = norms
+        flags = torch.cat([torch.tensor([wrong]), ~norms.isfinite()]).to(norms.dtype)
+        found = vector.topology.sum_shards(flags).nonzero().flatten().tolist()
+        if found:
+            what = "G is not finite: row {}." if found[0] else "The gradient is not finite."
+            raise ValueError(what.format(found[0] - 1))
 
     def _refuse(self, error: ValueError) -> None:
         """Raise an error that names the parameter whose gradient is not finite, or the sets of rows."""
@@ -574,8 +579,8 @@ class ProjectedStep:
         excess = self._keeper.terms.excess(rows)
         above = [name for name, more in zip(rows.names, excess.tolist(), strict=True) if more > 0]
         warnings.warn(
-            f"Not all losses above their bounds ({', '.join(map(repr, above[:5]))}) can fall in one step, because "
-            "their gradients oppose each other. This step raises none of them.",
+            f"Not all losses above their bounds ({', '.join(map(repr, above[:5]))}) can fall in one step, "
+            "because their gradients oppose each other. This step raises none of them.",
             stacklevel=2,
         )
 
@@ -603,12 +608,16 @@ def _check_optimizer(optimizer: Any) -> None:
             "one, or for Accelerate use gemproj.integrations.accelerate.Keeper."
         )
     for hook in optimizer._optimizer_step_pre_hooks.values():
-        other = getattr(hook, "__self__", None)
-        if type(other).__name__ == "ProjectedStep":  # by name, because notebooks may load this module twice
+        if _is_projected(getattr(hook, "__self__", None)):
             raise ValueError(
-                "A keeper is attached to this optimizer already, and both would project. Call remove() on the "
-                "other one, or gemproj.torch.detach(optimizer) if it is lost; one keeper can keep many sets."
+                "A keeper is attached to this optimizer already, and both would project. Call remove() on it, "
+                "or gemproj.torch.detach(optimizer) if it is lost; one keeper can keep many sets."
             )
+
+
+def _is_projected(owner: Any) -> bool:
+    """Return whether the owner of a hook is a `ProjectedStep`, by name: notebooks may load modules twice."""
+    return any(kind.__name__ == "ProjectedStep" for kind in type(owner).__mro__)
 
 
 def detach(optimizer: Any) -> None:
@@ -617,11 +626,11 @@ def detach(optimizer: Any) -> None:
     An optimizer keeps attached objects alive, for example objects from an earlier run of a notebook cell. The
     optimizer may be prepared by Accelerate.
     """
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper
-        optimizer = optimizer.optimizer
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper; ZeRO's has an adapter with hooks
+        optimizer = getattr(optimizer, "_gemproj", None) or optimizer.optimizer
     for hook in list(optimizer._optimizer_step_pre_hooks.values()):
         owner = getattr(hook, "__self__", None)
-        if type(owner).__name__ == "ProjectedStep":
+        if _is_projected(owner):
             owner.remove()  # type: ignore[union-attr]
 
 

@@ -152,10 +152,12 @@ class ParameterVector:
         return found
 
     def dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the local entries of all gradients except None, with the placements of the parameters."""
+        """Return the local entries of all gradients except None, as the parameters are placed, on one device."""
         if self._are_plain(gradients):
-            return [g for g in gradients if g is not None]
-        return [local(self.placed(j, g)) for j, g in enumerate(gradients) if g is not None]
+            found = [g for g in gradients if g is not None]
+        else:
+            found = [local(self.placed(j, g)) for j, g in enumerate(gradients) if g is not None]
+        return found if self._one_device else [g.to(self.device) for g in found]
 
     def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
         """Return whether `placed` would return all of these gradients unchanged."""

@@ -1,7 +1,7 @@
 """Part 4: constraint gradients of small models, with a pass each and in shared passes."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,11 @@ from asv_benchmarks.reports.gpu.device import DEVICE, Clock
 from asv_benchmarks.reports.gpu.model import Classifier, Shape
 from asv_benchmarks.reports.gpu.printing import Running
 from asv_benchmarks.reports.tables import digits
-from gemproj.torch import EpisodicMemory, GradientProjector
+from gemproj.torch.joint import SharedPasses
+from gemproj.torch.memory import Draw, KeptSet
+from gemproj.torch.promise import Promise
+from gemproj.torch.rows import Rows
+from gemproj.torch.vector import ParameterVector
 
 SMALL = Shape(layers=12, width=768, heads=12)
 TINY = Shape(layers=2, width=128, heads=4, words=5000, positions=64)
@@ -56,26 +60,25 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Case:
-    """The rows of G of a model for t tasks of n examples, computed in both ways.
+    """The rows of G of a model, of a loss on each batch, computed in both ways."""
 
-    Both ways are the same call on batches of the same memory: a list of batches has a pass for each.
-    """
-
-    def __init__(self, model: nn.Module, draw: Callable[[int], dict[str, Tensor]], n: int, t: int) -> None:
-        self.model, self.memory = model, EpisodicMemory(per_task=n)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        for task in range(t):
-            self.memory.add({name: part.to(trained[0].device) for name, part in draw(n).items()}, task)
-        self.projectors = [GradientProjector(trained) for _ in WAYS]
+    def __init__(self, model: nn.Module, batches: Sequence[Any], loss: Any = loss) -> None:
+        vector, promise = ParameterVector(model.named_parameters()), Promise(loss)
+        self.model, self.rows, self.joint = model, [Rows(vector) for _ in WAYS], SharedPasses()
+        self.draws = []
+        for k, batch in enumerate(batches):
+            n = len(next(iter(batch.values())))
+            batch = {name: part.to(vector.device) for name, part in batch.items()}
+            kept = KeptSet(k, promise, batch, None, None, torch.zeros(n, dtype=torch.float64))
+            self.draws.append(Draw(kept, list(range(n)), loss))
 
     def run(self, shared: bool) -> None:
         """Compute all rows."""
-        batches: Any = self.memory.batches()
-        self.projectors[shared].recall(self.model, batches if shared else list(batches), loss)
+        self.rows[shared].fill(self.model, self.draws, joint=self.joint if shared else None)
 
     def apart(self) -> float:
         """Return the largest difference of a row, over its norm."""
-        one, other = (projector.constraints for projector in self.projectors)
+        one, other = (rows.G for rows in self.rows)
         return float(((one - other).norm(dim=1) / one.norm(dim=1)).max())
 
 
@@ -90,7 +93,7 @@ def main(seconds: float) -> int:
         for name, cases in list(CASES.items())[-1 if setting == "tf32" else 0 :]:
             table = Running(f"{name}, {precision}; milliseconds", HEAD)
             for n, t in cases:
-                case = Case(make(name), partial(draw, name == "MLP", TOKENS), n, t)
+                case = Case(make(name), [draw(name == "MLP", TOKENS, n) for _ in range(t)])
                 for shared in (False, True, True, True):  # rows are compared in the first passes
                     case.run(shared)
                 wrong += not case.apart() <= APART[precision]
@@ -98,6 +101,6 @@ def main(seconds: float) -> int:
                 slow, fast = (clock.cold(partial(case.run, way), each) / 1e3 for way in (False, True))
                 cells = [digits(slow), digits(fast), digits(slow / fast), *map(digits, peaks)]
                 table.row(str(n), str(t), *cells)
-                if reason := case.projectors[True].why_row_by_row:
+                if reason := case.joint.reason:
                     print(f"{name}, {n} examples, {t} rows: {reason}", file=sys.stderr)
     return int(bool(wrong))

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
 from functools import partial
 from itertools import product
 from statistics import median
@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from asv_benchmarks.reports.gpu.device import DEVICE
 from asv_benchmarks.reports.gpu.model import Classifier, Shape
 from asv_benchmarks.reports.gpu.printing import Running, Targets, say
-from gemproj.torch import EpisodicMemory, GradientProjector
+from gemproj.torch import Keeper, Promise
 
 SHAPE = Shape()
-TEXTS, TOKENS, TASKS, STORED = 32, 128, (3, 10, 20), 100
+TEXTS, TOKENS, TASKS, STORED = 32, 128, (3, 10, 20), 32
 ROUNDS = 5
 PRECISIONS = ("bfloat16", "TF32", "float32")  # by autocast; of matrix products; neither
 STAGES = ["batch", "constraint gradients", "projection", "optimizer", "in all"]
@@ -28,17 +28,16 @@ BOUND = 1e-6
 MOST_PROJECTION, MOST_STEPS, JUDGED = 0.01, 1.6, "GEM, 16 texts a task"
 
 Batch = dict[str, torch.Tensor]
-Rows = Callable[[EpisodicMemory], Iterable[Any]]
-# By name: texts of each past task in the batch, and the batches of rows of G.
-WAYS: dict[str, tuple[int, Rows | None]] = {
+# By name: texts of each past task in the batch, and texts of a row of G; None: no projection.
+WAYS: dict[str, tuple[int, int | None]] = {
     "plain": (0, None),
     "replay, 16 texts a task": (16, None),
     "replay, 4 texts a task": (4, None),
-    f"A-GEM, {TEXTS} texts": (0, lambda memory: [memory.sample(TEXTS)]),
-    JUDGED: (0, lambda memory: memory.batches(n=16)),
-    f"{JUDGED}, a pass each": (0, lambda memory: list(memory.batches(n=16))),
-    "GEM, 4 texts a task": (0, lambda memory: memory.batches(n=4)),
-    "GEM, 4 texts a task, a pass each": (0, lambda memory: list(memory.batches(n=4))),
+    f"A-GEM, {TEXTS} texts": (0, TEXTS),
+    JUDGED: (0, 16),
+    f"{JUDGED}, a pass each": (0, 16),
+    "GEM, 4 texts a task": (0, 4),
+    "GEM, 4 texts a task, a pass each": (0, 4),
 }
 
 
@@ -56,61 +55,95 @@ def loss(half: bool, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 class Loop:
-    """A model, an optimizer and a projector; `wrong` counts projections that were not optimal."""
+    """A model, an optimizer and a keeper; `wrong` counts projections that were not optimal."""
 
     def __init__(self) -> None:
         with DEVICE:
             self.model, self.wrong = Classifier(SHAPE), 0
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
-        self.projector = GradientProjector(self.parameters)
+        self.keeper: Keeper | None = None
+        self.times, self.stage, self.since = defaultdict[str, float](float), "", 0.0
+        # Before the hook of a keeper, as hooks run in order.
+        self.optimizer.register_step_post_hook(lambda *_: self.turn(STAGES[2 if self.keeper else 3]))
 
-    def step(self, memory: EpisodicMemory, replayed: int, rows: Rows | None) -> dict[str, float]:
-        """Make a step; return milliseconds by stage."""
-        batch, projector = draw(TEXTS), self.projector
-        if replayed:
-            past: Any = memory.sample(replayed * len(memory.tasks))
-            batch = {name: torch.cat([batch[name], past[name]]) for name in batch}
+    def turn(self, stage: str) -> None:
+        """Synchronise the device, and begin to time a stage."""
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.stage:
+            self.times[self.stage] += 1e3 * (now - self.since)
+        self.stage, self.since = stage, now
+
+    def attach(self, name: str, stored: list[Batch], half: bool) -> None:
+        """Keep the stored texts of each task, or of all tasks together, in one of the ways."""
+        promise = Promise(partial(loss, half), examples=WAYS[name][1])
+        options: dict[str, Any] = {"method": "agem"} if name.startswith("A-GEM") else {}
+        if "each" in name:
+            options["microbatch"] = WAYS[name][1]  # no room for a second row
+        keeper = self.keeper = Keeper(self.model, self.optimizer, promise, on="gradient", **options)
+        for k, batch in enumerate(stored):
+            keeper.keep([batch], name="past" if "method" in options else k)
+        rows: Any = keeper.rows
+        fill = rows.fill
+
+        def timed(*given: Any, **named: Any) -> None:
+            self.turn(STAGES[1])
+            fill(*given, **named)
+            self.turn(STAGES[2])
+
+        rows.fill = timed
+        self.hook = self.optimizer.register_step_pre_hook(lambda *_: self.turn(STAGES[3]))
+
+    def detach(self) -> None:
+        """Detach the keeper."""
+        if self.keeper:
+            self.keeper.remove()
+            self.hook.remove()
+            self.keeper = None
+
+    def step(self, half: bool, past: list[Batch]) -> dict[str, float]:
+        """Make a step, also on past texts; return milliseconds by stage."""
+        batch = draw(TEXTS)
+        batch = {name: torch.cat([batch[name], *(one[name] for one in past)]) for name in batch}
         self.optimizer.zero_grad()
-        times = {STAGES[0]: _timed(lambda: self.loss(self.model, batch).mean().backward())}
-        if rows is not None:
-            times[STAGES[1]] = _timed(lambda: projector.recall(self.model, rows(memory), self.loss))
-            times[STAGES[2]] = _timed(projector.project_)
-            assert projector.last
-            assert projector.last.solution
-            self.wrong += not float(projector.last.solution.kkt_residual()) < BOUND
-        times[STAGES[3]] = _timed(self.optimizer.step)
-        return times | {STAGES[4]: sum(times.values())}
+        self.times.clear()
+        self.turn(STAGES[0])
+        loss(half, self.model, batch).mean().backward()
+        self.turn(STAGES[2 if self.keeper else 3])
+        self.optimizer.step()
+        self.turn("")
+        if self.keeper:
+            assert self.keeper.last
+            assert self.keeper.last.solution
+            self.wrong += not float(self.keeper.last.solution.kkt_residual()) < BOUND
+        return self.times | {STAGES[4]: sum(self.times.values())}
 
-    def tabulate(self, precision: str, memory: EpisodicMemory) -> dict[str, dict[str, float]]:
+    def tabulate(self, precision: str, stored: list[Batch]) -> dict[str, dict[str, float]]:
         """Print a table of all ways, and return the medians of each."""
         torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "TF32" else "ieee"
-        # One function for all steps, because each new function is checked for whether rows can share a pass.
-        self.loss = partial(loss, precision == "bfloat16")
-        title = f"{precision}, {len(memory.tasks)} past tasks"
+        title, half = f"{precision}, {len(stored)} past tasks", precision == "bfloat16"
         table, found = Running(f"{title}; milliseconds, medians of {ROUNDS} steps", HEAD), {}
-        for name, (replayed, rows) in WAYS.items():
-            self.projector.reset()
+        for name, (replayed, examples) in WAYS.items():
+            past = [{key: part[:replayed] for key, part in batch.items()} for batch in stored]
             try:
-                steps = [self.step(memory, replayed, rows) for _ in range(ROUNDS + 1)][1:]
+                if examples:
+                    self.attach(name, stored, half)
+                steps = [self.step(half, past) for _ in range(ROUNDS + 1)][1:]
+                reason = self.keeper and self.keeper._joint.reason
             except torch.cuda.OutOfMemoryError:
                 table.row(name, *[""] * len(STAGES), "out of memory")
+                self.stage = ""
                 continue
+            finally:
+                self.detach()
             found[name] = {stage: median(step[stage] for step in steps) for stage in steps[0]}
             cells = [f"{found[name][stage]:.2f}" if stage in found[name] else "" for stage in STAGES]
             plain = found["plain"][STAGES[4]]
             table.row(name, *cells, f"{found[name][STAGES[4]] / plain:.2f}")
-            if rows is not None and "each" not in name and self.projector.why_row_by_row:
-                print(f"{title}, {name}: {self.projector.why_row_by_row}", file=sys.stderr)
+            if reason and "each" not in name:
+                print(f"{title}, {name}: {reason}", file=sys.stderr)
         return found
-
-
-def _timed(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
 
 
 def main(seconds: float) -> int:
@@ -121,10 +154,8 @@ def main(seconds: float) -> int:
     weights = sum(p.numel() for p in loop.parameters)
     say(f"{SHAPE}: {weights:,} trained weights; {TEXTS} texts of {TOKENS} tokens.")
     for tasks, precision in product(TASKS, PRECISIONS):
-        start, memory = time.monotonic(), EpisodicMemory(per_task=STORED)
-        for task in range(tasks):
-            memory.add(draw(STORED), task)
-        found = loop.tabulate(precision, memory)
+        start = time.monotonic()
+        found = loop.tabulate(precision, [draw(STORED) for _ in range(tasks)])
         if tasks == TASKS[0] and JUDGED in found:
             judged[precision] = found
         if 2.5 * (time.monotonic() - start) > end - time.monotonic():

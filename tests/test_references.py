@@ -1,0 +1,211 @@
+"""Texts that a model writes itself, sets that are held out, and a teacher that stores nothing."""
+
+import pytest
+import torch
+
+from gemproj.torch import Keeper, Promise
+from gemproj.torch.losses import CrossEntropy, Distillation
+from gemproj.torch.references import write_references
+from tests.models import adapted, flat, language_model, logits, perceptron, rival, sgd, task, tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <end> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+WORDS = [*(f"w{k}" for k in range(16)), "user", "assistant"]
+
+
+def tools(kind="llama", chat=False):
+    words = tokenizer(WORDS)
+    words.chat_template = TEMPLATE if chat else None
+    return language_model(kind, max_position_embeddings=64), words
+
+
+def write(*tools, n=6, **options):
+    return write_references(*tools, n, **{"tokens": 12, "batch": 4, "progress": False} | options)
+
+
+def test_chat_model():
+    model, words = tools(chat=True)
+    texts = write(model, words)
+    assert len(texts) == 6
+    for one in texts:
+        said = words.decode(one["input_ids"]).split()
+        assert said[0] == "user"  # the template is that of the model
+        assert "assistant" in said
+
+
+@pytest.mark.parametrize("kind", ["llama", "bart"])
+def test_other_models(kind):
+    texts = write(*tools(kind))
+    assert len(texts) == 6
+    assert all(("labels" in one) == (kind == "bart") for one in texts)
+    assert len({tuple(one["input_ids"]) for one in texts}) == 6
+
+
+def test_adapters():
+    model, words = tools()
+    assert len(write(adapted(model, target_modules=["q_proj"]), words)) == 6
+
+
+def test_nothing_else_moves():
+    model, words = tools()
+    model.model.layers[0].eval()
+    modes, weights = [m.training for m in model.modules()], flat(model)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    first, again = write(model, words, seed=1), write(model, words, seed=1)
+    assert torch.equal(torch.rand(4), expected)
+    assert first == again != write(model, words, seed=2)
+    assert modes == [m.training for m in model.modules()]
+    assert torch.equal(flat(model), weights)
+
+
+def test_cache(tmp_path, monkeypatch):
+    model, words = tools()
+    first = write(model, words, cache=tmp_path)
+    monkeypatch.setattr(type(model), "generate", lambda *args, **options: pytest.fail("texts were written"))
+    assert write(model, words, cache=tmp_path) == first
+    monkeypatch.undo()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    assert write(model, words, cache=tmp_path) != first  # another model
+
+
+def test_useless_texts_are_refused():
+    model, words = tools()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[5] = 1e3 * model.model.norm.weight
+        model.model.embed_tokens.weight.fill_(1.0)
+    with pytest.raises(ValueError, match="Only 0 of 20 texts"):
+        write(model, words)
+    with pytest.raises(TypeError, match="model must have a method generate"):
+        write(perceptron(), words)
+
+
+def test_hold_out():
+    """Held-out examples are never drawn, and the report says their loss with an interval around it."""
+    model = perceptron()
+    keeper = Keeper(model, sgd(model.parameters()))
+    batch = task(0, 50)
+    keeper.keep([batch], Promise(CrossEntropy(logits, labels=1), tolerance=0.1), name="old", hold_out=0.2)
+    kept = keeper.sets["old"]
+    both = torch.cat([kept.examples[0], kept.held.examples[0]])
+    assert (len(kept), len(kept.held)) == (40, 10)
+    assert sorted(map(tuple, both.tolist())) == sorted(map(tuple, batch[0].tolist()))
+    line = keeper.report()["old"]
+    mean, low, high = line.held_out
+    assert mean == low == high == pytest.approx(float(kept.held.losses.mean()))  # nothing has moved
+    assert keeper.report().kept
+    with torch.no_grad():
+        model[2].bias.add_(torch.tensor([9.0, 0.0, 0.0]))
+    mean, low, high = keeper.report()["old"].held_out
+    x, y = kept.held.examples
+    now = torch.nn.functional.cross_entropy(model(x), y).detach()
+    assert mean == pytest.approx(float(now))
+    assert low < mean < high
+    assert not keeper.report().kept
+    assert "not kept" in repr(keeper.report())
+    with pytest.raises(ValueError, match="hold_out must be a share"):
+        keeper.keep([batch], hold_out=1.5)
+
+
+def test_interval():
+    """In 95 of 100 draws, the interval has the mean of all examples."""
+    inside = 0
+    for seed in range(200):
+        model = perceptron(seed=1)
+        keeper = Keeper(model, sgd(model.parameters()))
+        keeper.keep([task(seed, 40)], CrossEntropy(logits, labels=1), name="old", hold_out=0.5)
+        with torch.no_grad():
+            model[2].bias.add_(torch.tensor([1.0, 0.0, -1.0]))
+        x, y = task(10**6, 4000)
+        many = torch.nn.functional.cross_entropy(model(x), y) - torch.nn.functional.cross_entropy(
+            model(x) - torch.tensor([1.0, 0.0, -1.0]), y
+        )
+        held = keeper.sets["old"].held
+        _, low, high = (a - float(held.losses.mean()) for a in keeper.report()["old"].held_out)
+        inside += low <= float(many.detach()) <= high
+    assert 180 <= inside <= 199
+
+
+def test_held_out_examples_resume(tmp_path):
+    def begin():
+        model = perceptron()
+        keeper = Keeper(model, sgd(model.parameters()))
+        keeper.keep([task(0, 20)], CrossEntropy(logits, labels=1), name="old", hold_out=0.25)
+        return keeper
+
+    keeper, other = begin(), begin()
+    torch.save(keeper.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert other.report()["old"].held_out == keeper.report()["old"].held_out
+
+
+def test_teacher_without_adapters():
+    """The teacher is the model without its adapters, and nothing is stored."""
+    model, words = tools()
+    base = language_model("llama", max_position_embeddings=64)
+    model = adapted(model, target_modules=["q_proj", "v_proj"])
+    batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
+    stored, taught = Distillation(), Distillation(teacher="base")
+    assert taught.outputs(model, batch) is None
+    expected = stored(model, batch, stored.outputs(base, batch))
+    torch.testing.assert_close(taught(model, batch), expected)
+    assert expected.min() > 1e-4
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    keeper = Keeper(model, optimizer)
+    keeper.keep([batch], Promise(taught), name="chat")
+    assert keeper.sets["chat"].outputs is None
+    model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
+    assert keeper.last.names == ["chat"]
+    with pytest.raises(TypeError, match="needs a model of peft"):
+        Distillation(logits, teacher="base")(perceptron(), rival(task(0)))
+    with pytest.raises(ValueError, match="teacher must be"):
+        Distillation(teacher="model")
+
+
+def test_one_line(tmp_path, monkeypatch):
+    """Without data, the callback of the Trainer lets the model write what it keeps, and logs what is held out."""
+    transformers = pytest.importorskip("transformers")
+    from gemproj.integrations import transformers as integration
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(integration, "_TEXTS_WRITTEN", 10)
+    monkeypatch.setattr(integration, "write_references", lambda *a, **k: write_references(*a, tokens=12, **k))
+    model, words = tools(chat=True)
+    new = [{"input_ids": (x := torch.randint(2, 20, (8,))), "labels": x} for _ in range(16)]
+    args = transformers.TrainingArguments(
+        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, report_to="none", use_cpu=True,
+        logging_steps=2, disable_tqdm=True,
+    )  # fmt: skip
+    callback = integration.KeeperCallback()
+    trainer = transformers.Trainer(
+        model, args, train_dataset=new, processing_class=words, callbacks=[callback],
+        data_collator=transformers.default_data_collator,
+    )  # fmt: skip
+    said = trainer.train().metrics
+    kept = callback.sets["references"]
+    assert (len(kept), len(kept.held), kept.promise.allowed) == (8, 2, 0.05)
+    assert said["keep/references/held_out_low"] <= said["keep/references/held_out"] < 0.05
+    assert callback.report().kept
+    assert list((tmp_path / "gemproj").glob("references-*.json"))
+
+
+def test_a_rate_that_is_too_high_is_told():
+    def train(rate):
+        model = perceptron()
+        optimizer = sgd(model.parameters(), rate)
+        keeper = Keeper(model, optimizer)
+        keeper.keep([task(0)], Promise(Distillation(logits), tolerance=0.01), name="old")
+        for _ in range(21):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(task(0)[0]), rival(task(0))[1]).backward()
+            optimizer.step()
+
+    train(0.01)
+    with pytest.warns(UserWarning, match="losses of 'old' are above their bounds by more than"):
+        train(30.0)
