@@ -21,11 +21,12 @@ from gemproj import project
 # Where the checks for so many processes are; they register themselves when these are imported.
 MODULES = {4: ["checks_training"]}
 MODULES[2] = [*MODULES[4], "checks_rows", "checks_errors"]
-NEEDED = {"checks_accelerate": ["accelerate"], "checks_lightning": ["lightning"]}
+NEEDED = {"checks_accelerate": ["accelerate"], "checks_frameworks": ["lightning", "transformers"]}
 NEEDED["checks_zero"] = ["deepspeed", "accelerate", "transformers"]
 MODULES[2] += [module for module, needed in NEEDED.items() if all(map(importlib.util.find_spec, needed))]
 # What is imported when it is first used, in each process, unless it is there.
-LATER = ["torch._dynamo", "accelerate", "transformers.trainer", "lightning.pytorch", "deepspeed.runtime.zero.muon.muon_optimizer"]
+LATER = ["torch._dynamo", "accelerate", "transformers.trainer", "lightning.pytorch"]
+LATER += ["deepspeed.runtime.zero.muon.muon_optimizer"]
 # A collective that others never join fails after so long, and all checks together end after LIMIT seconds.
 PATIENCE, LIMIT = timedelta(seconds=60), 300.0
 

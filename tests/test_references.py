@@ -146,7 +146,7 @@ def test_held_out_examples_resume(tmp_path):
 
 def test_teacher_without_adapters():
     """The teacher is the model without its adapters, and nothing is stored."""
-    model, words = tools()
+    model, _ = tools()
     base = language_model("llama", max_position_embeddings=64)
     model = adapted(model, target_modules=["q_proj", "v_proj"])
     batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}

@@ -1,6 +1,7 @@
 """The study: its methods, its runs, and what is kept of them."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 
 from examples.common.command import SetupError
+from examples.common.memory import Memory, choose
 from examples.study import plan, publish, settings, skill, streams, train
 from examples.study.learners import Setup
 from examples.study.results import Results, results_of
@@ -164,6 +166,22 @@ def test_examples_of_a_row(name, expected):
     sets = learner.keeper.sets
     assert learner.keeper.last.names == list(sets)
     assert {name: min(len(kept), kept.promise.examples) for name, kept in sets.items()} == expected
+
+
+def test_which_examples_are_kept():
+    """Each with the same probability, or evenly over the labels, or the last ones of each label."""
+    labels, random = [0] * 40 + [1] * 6 + [0] * 30 + [2] * 4, torch.Generator().manual_seed(0)
+    assert sorted(choose(labels, 12, "ring", random)) == [*range(42, 46), *range(72, 80)]
+    for _ in range(20):
+        kept = choose(labels, 11, "balanced", random)
+        assert sorted(Counter(labels[k] for k in kept).values()) == [3, 4, 4]
+    times = Counter(k for _ in range(1000) for k in choose(range(20), 5, "reservoir", random))
+    assert all(abs(times[k] - 250) < 70 for k in range(20))  # five standard deviations
+    memory = Memory(10, seed=0)
+    memory.add({"x": torch.arange(30), "labels": torch.zeros(30, dtype=torch.int64)}, "a task")
+    drawn = torch.cat([memory.draw(4)[0]["x"] for _ in range(5)])
+    assert set(Counter(drawn.tolist()).values()) == {2}  # none again before all
+    assert len(memory.sample(99)["x"]) == 10
 
 
 def test_tuning_of_each_method(tmp_path):

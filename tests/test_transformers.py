@@ -147,7 +147,6 @@ def test_steps_out_of_sight_are_reported(tmp_path):
 # --- what is kept -------------------------------------------------------------------------------
 
 WORDS = ["red", "green", "blue", "black", "white"]
-TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
 
 def texts(n=12):
@@ -162,18 +161,18 @@ def kept_by(data, folder, promise=None, model=None, resume=None, **options):
     return keeper, trainer
 
 
-def fine_tuning(model, keeper, folder):
-    words = tokenizer(WORDS)
-    words.chat_template = TEMPLATE
-    new = [dict.fromkeys(("input_ids", "labels"), words(text)["input_ids"]) for text in texts(8)[::-1]]
-    args = TrainingArguments(
-        str(folder), per_device_train_batch_size=4, max_steps=4, learning_rate=0.01,
-        **QUIET | {"save_strategy": "steps"}, save_steps=2,
-    )  # fmt: skip
-    collator = DataCollatorForSeq2Seq(words)
+def fine_tuning(model, keeper, folder, collate=DataCollatorForSeq2Seq):
+    words, options = tokenizer(WORDS), {"max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
+    words.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    tokens = [words(text)["input_ids"] for text in texts(8)[::-1]]
+    new = [{"input_ids": ids, "labels": ids} for ids in tokens]
+    if collate is DataCollatorWithPadding:  # of a classifier
+        new = [{"input_ids": ids, "label": k % 2} for k, ids in enumerate(tokens)]
+    options = QUIET | options | {"per_device_train_batch_size": 4, "learning_rate": 0.01}
     return Trainer(
-        model, args, train_dataset=new, data_collator=collator, processing_class=words, callbacks=[keeper]
-    )
+        model, TrainingArguments(str(folder), **options), train_dataset=new, data_collator=collate(words),
+        processing_class=words, callbacks=[keeper],
+    )  # fmt: skip
 
 
 def forms():
@@ -224,19 +223,12 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
 
 def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
     transformers = pytest.importorskip("transformers")
-    words = tokenizer(WORDS)
-    config = transformers.AutoConfig.for_model(
-        "bert", vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.AutoConfig.for_model("bert", vocab_size=8, **sizes)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     keeper = KeeperCallback(texts(), Promise(Distillation(), tolerance=0.01))
-    new = [{"input_ids": words(text)["input_ids"], "label": k % 2} for k, text in enumerate(texts(8))]
-    args = TrainingArguments(str(tmp_path), max_steps=3, **QUIET)
-    collator = DataCollatorWithPadding(words)
-    Trainer(
-        model, args, train_dataset=new, data_collator=collator, processing_class=words, callbacks=[keeper]
-    ).train()
-    assert keeper.report()[0].steps == 3
+    fine_tuning(model, keeper, tmp_path, DataCollatorWithPadding).train()
+    assert keeper.report()[0].steps == 4
 
 
 def test_a_set_of_another_adapter_is_left_out(tmp_path):

@@ -172,20 +172,14 @@ def initial_model(
     start near the identity, and its attention weights start uniform.
     """
     width = config.small_width
-    shape = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=config.max_length,
-        n_embd=width,
-        n_layer=config.small_layers,
-        n_head=max(1, width // 32),
-        activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one operation
-        resid_pdrop=0.0,  # dropout took half of the time of a step, and the adapters have their own
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"n_positions": config.max_length, "n_embd": width, "n_layer": config.small_layers}
+    sizes |= {"vocab_size": len(tokenizer), "n_head": max(1, width // 32)}
+    tokens = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    # Dropout took half of the time of a step, and the adapters have their own.
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    # The activation is GPT-2's own, in one operation.
+    options = {"activation_function": "gelu_pytorch_tanh", "pad_token_id": tokenizer.pad_token_id}
+    shape = GPT2Config(**sizes, **tokens, **dropout, **options)
     model = GPT2LMHeadModel(shape)
     attention = model.transformer.h[0].attn
     with torch.no_grad():

@@ -220,7 +220,7 @@ class TwoMoments(Projected):
 
 
 class Reference(Learner):
-    """Changes the gradient by the gradient on one batch of stored examples."""
+    """Projects the gradient of the step by the gradient on one batch of stored examples."""
 
     def draw(self) -> Batch:
         """Draw the batch of stored examples."""
@@ -228,7 +228,7 @@ class Reference(Learner):
 
     def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
         """Change the gradient in place, given that of the past; `losses` are of the batch and of the past."""
-        raise NotImplementedError
+        project(past, gradient, method="agem", out=gradient)
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Compute the gradient on the stored batch, and change the gradient."""
@@ -261,10 +261,6 @@ class OneTask(Reference):
         one = tasks[int(torch.randint(len(tasks), (), generator=self.random))]
         order = torch.randperm(len(one["labels"]), generator=self.random)
         return rows(one, order[: self.setup.setting.examples * len(tasks)])
-
-    def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
-        """Project the gradient."""
-        project(past, gradient, method="agem", out=gradient)
 
 
 class Balanced(Reference):

@@ -75,7 +75,9 @@ class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Keep some patterns of the experience."""
         patterns = strategy.experience.dataset
-        drawn = torch.randperm(len(patterns), generator=self._random)[: self._limit].tolist()
+        drawn = list(range(n := len(patterns)))
+        if self._limit is not None and self._limit < n:
+            drawn = torch.randperm(n, generator=self._random)[: self._limit].tolist()
         name = strategy.clock.train_exp_counter if self._name is None else self._name
         # As a batch, because a plugin is pickled, and a collate function may not be.
         self.keep([list(patterns.collate_fn([patterns[i] for i in drawn]))], name=name)

@@ -188,7 +188,7 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
         # DeepSpeed clips within its step.
-        if args.max_grad_norm and self._steps and isinstance(self._steps[0], ProjectedStep):
+        if args.max_grad_norm and self._steps and type(self._steps[0]) is ProjectedStep:
             self.max_norm = float(args.max_grad_norm)
             args.max_grad_norm = _Later(self.max_norm)
 

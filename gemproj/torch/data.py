@@ -1,7 +1,7 @@
 """Data as users have it (loaders, data sets, batches), read as examples that can be taken and joined.
 
-Examples are held in one of two forms: as a nesting of tensors (n, ...), a *batch*; or as a `PerExample`, a list
-with one element per example, of which a collate function makes a batch.
+Examples are held in one of two forms: as a nesting of tensors (n, ...), a *batch*; or as a `PerExample`, a
+list with one element per example, of which a collate function makes a batch.
 """
 
 from __future__ import annotations
@@ -356,8 +356,8 @@ def join(parts: Sequence[Any]) -> Any:
     if other is not None:
         if None in (kinds[0], kinds[other]):
             raise ValueError(
-                "The examples of a set are kept in batches of tensors, or one by one with a collate function; "
-                "found both. Pass collate= in every call, or in none, or use another name."
+                "The examples of a set are kept in batches of tensors, or one by one with a collate "
+                "function; found both. Pass collate= in every call, or in none, or use another name."
             )
         raise ValueError(
             f"Examples of a set must be alike. One batch has {kinds[0]}, another one {kinds[other]}. For "

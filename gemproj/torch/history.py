@@ -69,7 +69,8 @@ class Projection:
         found = f"{len(self.names)} rows, nothing was projected"
         if self._first is not None:
             found = f"{self.num_violated} of {len(self.names)} rows violated, cosine {self.cosine:.2f}"
-        return f"Projection({found}, worst cosine of the step {self.worst_cosine:.2g}, {1e3 * self.seconds:.3g} ms)"
+        found += f", worst cosine of the step {self.worst_cosine:.2g}"
+        return f"Projection({found}, {1e3 * self.seconds:.3g} ms)"
 
     @property
     def _first(self) -> DualSolution | None:
@@ -133,8 +134,8 @@ class Line:
         Number of steps under the promise.
     would_break, broke : float
         Share of steps that, to first order, would have broken the promise without a projection, and share of
-        steps that broke it. A step breaks a promise if it raises the loss, to first order and by more than the
-        rounding of the weights; a promise with a tolerance is broken while the loss is above its bound.
+        steps that broke it. A step breaks a promise if it raises the loss, to first order and by more than
+        the rounding of the weights; a promise with a tolerance is broken while the loss is above its bound.
     excess : float
         Largest excess of the loss over its bound, in the unit of the loss; NaN without a tolerance.
     multiplier : float
@@ -146,8 +147,8 @@ class Line:
     held_bound : float
         Largest loss of the held-out examples that the promise allows.
     kept : bool
-        Whether the promise is kept: by the held-out examples, if there are any, else by the last step. Without
-        a tolerance, a held-out loss may be above its stored value by less than its interval.
+        Whether the promise is kept: by the held-out examples, if there are any, else by the last step.
+        Without a tolerance, a held-out loss may be above its stored value by less than its interval.
     """
 
     name: Any

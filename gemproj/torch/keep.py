@@ -40,14 +40,14 @@ def examined(
 ) -> KeptSet:
     """Return a set of the examples with a label, with the outputs and losses of the model.
 
-    The model is called with as many examples as in a step. `loss` is the loss of the promise as it is computed
-    in training.
+    The model is called with as many examples as in a step. `loss` is the loss of the promise as it is
+    computed in training.
 
     Raises
     ------
     ValueError
-        If no example has a label; if a loss is not finite, which names the examples by their numbers; if it has
-        the wrong shape, has no gradient, or differs from one evaluation to the next.
+        If no example has a label; if a loss is not finite, which names the examples by their numbers; if it
+        has the wrong shape, has no gradient, or differs from one evaluation to the next.
     """
     kept = KeptSet(name, promise, examples, collate, None, torch.zeros(count(examples), dtype=torch.float64))
     topology, outputs = vector.topology, getattr(loss, "outputs", None)
@@ -76,8 +76,8 @@ def examined(
                     value = call_loss(loss, model, batch, len(at), stored)
                 if first and not value.requires_grad:
                     raise ValueError(
-                        "loss(model, batch) has no gradient: it does not depend on trainable parameters of the "
-                        "model, or runs under torch.no_grad() or detach()."
+                        "loss(model, batch) has no gradient: it does not depend on trainable parameters of "
+                        "the model, or runs under torch.no_grad() or detach()."
                     )
                 value = value.detach().double().cpu()
                 if first:
@@ -91,8 +91,8 @@ def examined(
         for value, at, weight in values:
             if value.ndim == 0 and promise.allowed is not None:
                 raise ValueError(
-                    f"tolerance needs one loss for each example, shape ({len(at)},); found (). Compute it with "
-                    "reduction='none', or use CrossEntropy of gemproj.torch.losses (for causal language "
+                    f"tolerance needs one loss for each example, shape ({len(at)},); found (). Compute it "
+                    "with reduction='none', or use CrossEntropy of gemproj.torch.losses (for causal language "
                     "models with shift=True); or pass microbatch=1, so that the loss is called with one "
                     "example at a time."
                 )
@@ -139,7 +139,7 @@ def _student(freedom: float) -> float:
 
 @contextmanager
 def undisturbed(data: Any) -> Iterator[None]:
-    """Restore the random states from which a loader draws the order of an epoch: training goes on with them."""
+    """Restore the random states from which a loader draws the order of an epoch, for training."""
     loads = isinstance(data, DataLoader)
     batches = getattr(data, "batch_sampler", None)
     holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
@@ -243,8 +243,9 @@ def _check_finite(
             wrong = [k for k, one in zip(wrong, single, strict=True) if not one.isfinite()] or wrong
     named = ", ".join(str(numbers[k]) for k in wrong[:10])
     raise ValueError(
-        f"The loss of example {named} of {kept.name!r} is {float(kept.losses[wrong[0]])}, so no promise about it "
-        "is possible. Leave out examples with NaN or without a label, and check the weights of the model."
+        f"The loss of example {named} of {kept.name!r} is {float(kept.losses[wrong[0]])}, so no promise "
+        "about it is possible. Leave out examples with NaN or without a label, and check the weights of the "
+        "model."
     )
 
 
@@ -257,7 +258,7 @@ def _warn_of_others(
     vector: ParameterVector,
     stored: Any,
 ) -> None:
-    """Warn if the loss of an example depends on the other examples of its batch, which change from draw to draw."""
+    """Warn if the loss of an example depends on the other examples of its batch, which change."""
     if kept.promise.allowed is None or kept.promise.examples is None or among_more.ndim == 0 or len(at) < 3:
         return
     few = at[:2]
@@ -267,10 +268,10 @@ def _warn_of_others(
     apart = float((alone.double().cpu() - among_more[:2]).abs().max())
     if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
         warnings.warn(
-            f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by {apart:.1g}: "
-            "the stored outputs or losses do not match those in later batches. Causes are negatives from the "
-            "same batch, and padding on the left without position ids. Pass microbatch=1, or use all "
-            "examples in every step: examples=None.",
+            f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by "
+            f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "
+            "negatives from the same batch, and padding on the left without position ids. Pass microbatch=1, "
+            "or use all examples in every step: examples=None.",
             stacklevel=5,
         )
 

@@ -20,7 +20,7 @@ from gemproj.torch.history import History, Projection, Report, make_report
 from gemproj.torch.joint import SharedPasses
 from gemproj.torch.keep import examined, scored, undisturbed
 from gemproj.torch.memory import Draw, KeptSet
-from gemproj.torch.processes import Replicated, check_alone
+from gemproj.torch.processes import check_alone
 from gemproj.torch.promise import Loss, Promise, as_promise
 from gemproj.torch.rows import Rows, check_spread, reshard, unwrapped
 from gemproj.torch.step import On, ProjectedStep, Terms, check_promise, total_norm
@@ -112,7 +112,8 @@ class KeeperBase:
         ----------
         data : DataLoader, Dataset or iterable of batches
             Read to the end, and all of it is kept. With `collate`, or for a loader with a custom
-            ``collate_fn``, single examples are kept, which may differ in length. Otherwise, batches of tensors.
+            ``collate_fn``, single examples are kept, which may differ in length. Otherwise, batches of
+            tensors.
         promise : Promise or loss, optional
             By default the promise of this set from an earlier call, or else the keeper's. A loss alone takes
             the other options of the keeper's promise.
@@ -130,18 +131,17 @@ class KeeperBase:
         Raises
         ------
         ValueError, TypeError
-            If `data` has no example, or an example that cannot be stored; if a loss is not finite, which names
-            the examples; if the loss does not fit the examples, or the method cannot keep the promise.
+            If `data` has no example, or an example that cannot be stored; if a loss is not finite, which
+            names the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
         known, chosen = self._checked(promise, name, limit)
         if not 0.0 <= hold_out < 1.0:
-            raise ValueError(f"hold_out must be a share of the examples, at least 0, below 1; found {hold_out}.")
+            raise ValueError(f"hold_out must be a share, at least 0 and below 1; found {hold_out}.")
         if self._model is None:
             if not self._waits:
                 raise ValueError(f"{type(self).__name__} has no model yet.")
-            self._pending.append(
-                (data, promise, dict(name=name, collate=collate, limit=limit, hold_out=hold_out))
-            )
+            named = {"name": name, "collate": collate, "limit": limit, "hold_out": hold_out}
+            self._pending.append((data, promise, named))
             return
         if name is None:
             name = next(k for k in itertools.count(len(self.sets)) if k not in self.sets)
@@ -187,13 +187,14 @@ class KeeperBase:
     def report(self) -> Report:
         """Return a report on each promise; it prints as a table, and its ``plot()`` draws the losses.
 
-        Held-out examples are evaluated now, in a forward pass; on several processes, all of them must call it.
+        Held-out examples are evaluated now, in a forward pass; on several processes, all of them must call
+        it.
         """
         self._commit()
         return make_report(self.history, self.sets, self.held_out())
 
     def held_out(self) -> dict[Hashable, tuple[float, float, float]]:
-        """Return the present loss of the held-out examples of each set, with the ends of its 95 % interval."""
+        """Return the loss of the held-out examples of each set now, with the ends of its 95 % interval."""
         apart = {name: kept for name, kept in self.sets.items() if kept.held is not None}
         if self._model is None or not apart:
             return {}
@@ -228,8 +229,8 @@ class KeeperBase:
     def state_dict(self) -> dict[str, Any]:
         """Return the kept sets, the history and the warm start; not the promises and collate functions.
 
-        ``torch.load(..., weights_only=True)`` can read it if the examples are nestings of tensors, numbers and
-        strings. To resume, keep the same sets in the same way, then load the state.
+        ``torch.load(..., weights_only=True)`` can read it if the examples are nestings of tensors, numbers
+        and strings. To resume, keep the same sets in the same way, then load the state.
         """
         self._commit()
         warm = {kind: (list(names), torch.as_tensor(lam).cpu()) for kind, (names, lam) in self._warm.items()}
@@ -254,14 +255,14 @@ class KeeperBase:
             known = self.sets.get(name)
             if known is None and one["own"]:
                 raise ValueError(
-                    f"The set {name!r} had a promise of its own, which is not in a state. Before loading call "
-                    f"keep(..., name={name!r}) as the saved training did."
+                    f"The set {name!r} had a promise of its own, which is not in a state. Before loading "
+                    f"call keep(..., name={name!r}) as the saved training did."
                 )
             collate = self._collate if known is None else known.collate
             if known is None and "examples" in one["listed"] and collate is None:
                 raise ValueError(
-                    f"The examples of {name!r} were kept with a collate function, which is not in a state. Before "
-                    f"loading call keep(..., name={name!r}) as the saved training did."
+                    f"The examples of {name!r} were kept with a collate function, which is not in a state. "
+                    f"Before loading call keep(..., name={name!r}) as the saved training did."
                 )
             collate = collate if "examples" in one["listed"] else None
             promise = self.promise if known is None else known.promise
@@ -278,8 +279,8 @@ class KeeperBase:
         here = 1 if self.rows is None else self.rows.vector.topology.world
         if state.get("processes", 1) not in (1, here):
             warnings.warn(
-                f"The state was saved by one of {state['processes']} processes, and {here} train now: it lacks "
-                "the examples that the other processes kept.",
+                f"The state was saved by one of {state['processes']} processes, and {here} train now: it "
+                "lacks the examples that the other processes kept.",
                 stacklevel=2,
             )
         self.sets, self._random, self._changed = sets, random, True
@@ -358,9 +359,9 @@ class KeeperBase:
         lacking = [name for name, p in trainable.items() if id(p) not in held]
         if lacking:
             raise ValueError(
-                f"optimizer lacks {len(lacking)} of the {len(trainable)} trainable parameters of the model, such "
-                f"as {lacking[0]!r}. Add those of a new layer with optimizer.add_param_group, freeze parameters "
-                "that stay, with requires_grad_(False), or pass a list of all optimizers."
+                f"optimizer lacks {len(lacking)} of the {len(trainable)} trainable parameters of the model, "
+                f"such as {lacking[0]!r}. Add those of a new layer with optimizer.add_param_group, freeze "
+                "parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
             )
         vector = self._vector_of(model)
         mine = set(map(id, vector.parameters))
@@ -425,7 +426,7 @@ class KeeperBase:
             _warn_of_statistics(model)
 
     def _draws(self, model: torch.nn.Module) -> list[Draw]:
-        """Draw examples of each set; leave out sets of other adapters, whose losses this training cannot move."""
+        """Draw examples of each set; leave out sets of other adapters, whose losses cannot move now."""
         adapter, found = _adapter(unwrapped(model)[0]), []
         for name, kept in self.sets.items():
             if kept.adapter == adapter:
@@ -433,8 +434,8 @@ class KeeperBase:
             elif name not in self._left_out:
                 self._left_out.add(name)
                 warnings.warn(
-                    f"The set {name!r} was kept with adapter {kept.adapter!r}, and {adapter!r} is active: its "
-                    "promise is left out until its adapter is active again.",
+                    f"The set {name!r} was kept with adapter {kept.adapter!r}, and {adapter!r} is active: "
+                    "its promise is left out until its adapter is active again.",
                     stacklevel=6,
                 )
         return found
@@ -490,11 +491,18 @@ class KeeperBase:
             self._noise = step.rounding()
         eps = torch.finfo(rows.vector.dtype).eps
         self.last = Projection(
-            list(rows.names), rows.losses, rows.stored, self.terms.excess(rows),
-            torch.where(sizes > 0, products / sizes, 0.0),
-            16 * eps + self._noise / square.sqrt().clamp(min=1e-30), rows.age, seconds + sum(rows.seconds) * (rows.age == 0),
-            rows.seconds, gradient, solution,
-        )  # fmt: skip
+            names=list(rows.names),
+            losses=rows.losses,
+            stored=rows.stored,
+            excess=self.terms.excess(rows),
+            cosines=torch.where(sizes > 0, products / sizes, 0.0),
+            noise=16 * eps + self._noise / square.sqrt().clamp(min=1e-30),
+            age=rows.age,
+            seconds=seconds + (0.0 if rows.age else sum(rows.seconds)),
+            costs=rows.seconds,
+            _solution=gradient,
+            _step=solution,
+        )
 
     def _commit(self) -> None:
         """Count the last step, which is complete when the next one begins."""
@@ -508,22 +516,23 @@ class KeeperBase:
     _counted: Projection | None = None
 
     def _tell_rate(self, step: Projection) -> None:
-        """Warn, after the first steps, if losses are above their bounds by more than the tolerance in most of them."""
-        if step.excess is None or len(self._first) >= self._soon:
+        """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
+        if step.excess is None or not self.project or len(self._first) >= self._soon:
             return
         self._first.append((step.names, step.excess))
         if len(self._first) < self._soon:
             return
         late = [(n, e) for n, e in self._first[self._soon // 2 :] if n == step.names]
-        excess, tolerance = torch.stack([e for _, e in late]).cpu(), torch.as_tensor(self.terms.tolerance).cpu()
-        above = ((excess > tolerance) & (tolerance > 0.0)).double().mean(0)  # of zero, any rounding is an excess
+        excess = torch.stack([e for _, e in late]).cpu()
+        tolerance = torch.as_tensor(self.terms.tolerance).cpu()
+        above = ((excess > tolerance) & (tolerance > 0.0)).double().mean(0)  # of zero, rounding is an excess
         far = [name for name, share in zip(step.names, above.tolist(), strict=True) if share > 0.5]
         if far:
             most = float(excess.nan_to_num(0.0).max())
             warnings.warn(
-                f"After {self._soon} steps, losses of {', '.join(map(repr, far[:5]))} are above their bounds by more "
-                f"than their tolerances in most steps, by up to {most:.2g}: the tolerance is not kept at this learning rate. Lower the rate, or "
-                "use more examples per step.",
+                f"After {self._soon} steps, losses of {', '.join(map(repr, far[:5]))} are above their bounds "
+                f"by more than their tolerances in most steps, by up to {most:.2g}: the tolerance is not "
+                "kept at this learning rate. Lower the rate, or use more examples per step.",
                 stacklevel=7,
             )
 
@@ -590,12 +599,12 @@ class Keeper(KeeperBase):
             keeper.keep(task, name="past", limit=100)
 
     Each set is a row of G, the gradient of its loss. Rows are computed at the beginning of
-    ``optimizer.step()``, once per accumulation window and before a closure is called, but not for steps that a
-    gradient scaler skips. ``.grad``, module modes and torch's random state are restored. The model runs in
+    ``optimizer.step()``, once per accumulation window and before a closure is called, but not for steps that
+    a gradient scaler skips. ``.grad``, module modes and torch's random state are restored. The model runs in
     evaluation mode: dropout is off, and batch normalisation uses its running statistics. The model may be
     wrapped in DistributedDataParallel or sharded by ``fully_shard``; each process then keeps its own examples
-    of the same sets. A step that is refused, for example because the gradient is not finite, leaves weights and
-    the optimizer's state as they were.
+    of the same sets. A step that is refused, for example because the gradient is not finite, leaves weights
+    and the optimizer's state as they were.
 
     Parameters
     ----------
@@ -608,9 +617,9 @@ class Keeper(KeeperBase):
     promise : Promise or loss, optional
         The promise about sets that are kept without their own; by default about ``model(**batch).loss``.
     on : {"both", "gradient", "step"}, default "both"
-        What is projected: the gradient before the step, as GEM does; the optimizer's step, in Adam's metric if
-        it keeps second moments; or both. Only a projected step keeps a promise exactly, to first order, with
-        momentum, adaptive rates and weight decay.
+        What is projected: the gradient before the step, as GEM does; the optimizer's step, in Adam's metric
+        if it keeps second moments; or both. Only a projected step keeps a promise exactly, to first order,
+        with momentum, adaptive rates and weight decay.
     method : str, Method or callable, default "exact"
         The solver, as in `gemproj.project`. Multipliers of one step start the next.
     look : int, default 1
@@ -622,8 +631,8 @@ class Keeper(KeeperBase):
     scaler : torch.amp.GradScaler, optional
         The scaler of float16 training, which also scales the losses of kept examples.
     process_group
-        The processes that train together; needed if several processes are initialised and the model is neither
-        wrapped nor sharded. If each trains its own model, pass ``dist.new_subgroups(1)[0]``.
+        The processes that train together; needed if several processes are initialised and the model is
+        neither wrapped nor sharded. If each trains its own model, pass ``dist.new_subgroups(1)[0]``.
 
     Attributes
     ----------

@@ -164,8 +164,8 @@ class Distillation:
         of the divergence. A position takes ``top * (bytes of dtype + 4)`` bytes, not one number per class.
         By default 64 if there are more than 1,000 classes, else all.
     dtype : torch.dtype, optional
-        Dtype of the stored log-probabilities; by default ``torch.float16`` if `top` is chosen by default, else
-        the dtype of the logits.
+        Dtype of the stored log-probabilities; by default ``torch.float16`` if `top` is chosen by default,
+        else the dtype of the logits.
     mask : key or callable, default "attention_mask"
         Mask (n, ...), nonzero at positions that count; all positions count if a batch lacks the default mask.
         For an encoder-decoder model the default is the positions with a label. Outputs are stored only for

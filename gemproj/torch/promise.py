@@ -18,8 +18,8 @@ from gemproj.torch.vector import mesh_of
 # Called as (model, batch) or (model, batch, outputs); returns the mean loss, or one loss per example.
 Loss = Callable[..., Tensor]
 
-# The tolerance of losses that compare with stored outputs, in nats: small beside the divergence that fine-tuning
-# causes (.2 to .3 for a chat model), and large beside its rounding.
+# The tolerance of losses that compare with stored outputs, in nats: small beside the divergence that
+# fine-tuning causes (.2 to .3 for a chat model), and large beside its rounding.
 _USUAL = 0.05
 
 
@@ -46,7 +46,8 @@ class Promise:
         0.05 nats for a loss with stored outputs; for other losses no step raises the loss. Needs a loss with
         one number per example.
     repair : float, default 1
-        Fraction of the excess over the bound that one step removes, above 0 and at most 1.
+        Fraction of the excess over the bound that one projected step removes, above 0 and at most 1. A
+        projected gradient (`on="gradient"`) removes it to first order with SGD; with Adam over several steps.
     equal : bool, default False
         Whether the loss must neither rise nor fall: ``G x = 0`` instead of ``G x >= 0``.
     penalty : float, optional

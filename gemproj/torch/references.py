@@ -38,7 +38,8 @@ def write_references(
 
     A chat model writes both sides of a conversation in its own template: first what a user may ask (as in
     Magpie, Xu et al., 2024), then its answer. A base model writes from its first token on; an encoder-decoder
-    first writes an input, then the output for it. The mode of the model and torch's random state are restored.
+    first writes an input, then the output for it. The mode of the model and torch's random state are
+    restored.
 
     Parameters
     ----------
@@ -93,8 +94,8 @@ def write_references(
             advance(min(len(found), n))
     if len(found) < n:
         raise ValueError(
-            f"Only {len(found)} of {tried} texts that the model wrote are of use; the others are empty, repeated, "
-            "or repeat themselves. Pass texts of your own."
+            f"Only {len(found)} of {tried} texts that the model wrote are of use; the others are empty, "
+            "repeated, or repeat themselves. Pass texts of your own."
         )
     found = found[:n]
     if file is not None:
@@ -203,7 +204,7 @@ def _bar(n: int, wanted: bool) -> Iterator[Any]:
 
 
 def _key(model: Any, tokenizer: Any, settings: dict[str, Any]) -> str:
-    """Return a key of a model, a tokenizer and settings; of each parameter, the first and last numbers count."""
+    """Return a key of a model (of the ends of each parameter), a tokenizer and settings."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(repr((getattr(tokenizer, "chat_template", None), len(tokenizer))).encode())
     for name, p in model.named_parameters():

@@ -37,7 +37,7 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
 
     Returns
     -------
-    list of tensors, shapes (t, *shape), or tensor, shape (t, d)
+    list of tensors of shapes ``(t, *shape)``, or one tensor of shape (t, d)
         One block per parameter, in the order of the parameters; or one matrix.
 
     Examples
@@ -135,7 +135,8 @@ class Rows:
     ) -> None:
         """Compute the gradients of the mean losses on the drawn examples, averaged over all processes.
 
-        Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows in one pass.
+        Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows in one
+        pass.
         """
         topology, t = self.vector.topology, len(draws)
         self.clear()
@@ -209,7 +210,7 @@ class Rows:
         self._written.discard(k)
 
     def parts(self, k: int, t: int = 0) -> list[Tensor]:
-        """Return writable views of row k, one per parameter; with t, of rows ``k .. k + t - 1``, (t, *shape)."""
+        """Return writable views of row k, one per parameter; with t, of t rows from k on, (t, *shape)."""
         if (k, t) not in self._views:
             here = self._buffer[k : k + t] if t else self._buffer[k]
             split = zip(here.split(self.vector.sizes, dim=-1), self.vector.shapes, strict=True)

@@ -610,8 +610,8 @@ def _check_optimizer(optimizer: Any) -> None:
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if _is_projected(getattr(hook, "__self__", None)):
             raise ValueError(
-                "A keeper is attached to this optimizer already, and both would project. Call remove() on it, "
-                "or gemproj.torch.detach(optimizer) if it is lost; one keeper can keep many sets."
+                "A keeper is attached to this optimizer already, and both would project. Call remove() on "
+                "it, or gemproj.torch.detach(optimizer) if it is lost; one keeper can keep many sets."
             )
 
 

@@ -152,7 +152,7 @@ class ParameterVector:
         return found
 
     def dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the local entries of all gradients except None, as the parameters are placed, on one device."""
+        """Return the local entries of all gradients except None, placed as the parameters are."""
         if self._are_plain(gradients):
             found = [g for g in gradients if g is not None]
         else:
@@ -288,8 +288,8 @@ def _refuse_reentrant(loss: Tensor) -> None:
             if node.name() == "CheckpointFunctionBackward":
                 raise RuntimeError(
                     "Gradients of kept examples cannot be computed through checkpoints with "
-                    "use_reentrant=True; checkpoint with use_reentrant=False, or compute these losses without "
-                    "checkpoints."
+                    "use_reentrant=True; checkpoint with use_reentrant=False, or compute these losses "
+                    "without checkpoints."
                 )
             seen.add(node)
             left.extend(following for following, _ in node.next_functions)
