@@ -118,8 +118,6 @@ def test_of_adapters_only_their_weights_are_projected(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [Plain, *LOOPS])
 def test_a_weight_is_that_of_replay_also_where_gradients_are_clipped(kind, tmp_path):
-    if kind is Lightning:
-        pytest.skip("clips after the projection by itself: the same, and compared above")
     driver, past, data = kind(tmp_path, Promise(weight=4.0)), batches(0)[:1], batches(1)
     driver.keep(past)
     driver.train(data)

@@ -246,8 +246,8 @@ def test_an_error_in_keep_changes_nothing(failure, name, monkeypatch):
 
     if isinstance(failure, BaseException):
         monkeypatch.setattr(said, "outputs", failing)
+    data = [task(1), task(2)] if isinstance(failure, BaseException) else failure()
     with pytest.raises((KeyboardInterrupt, RuntimeError, ValueError)):
-        data = [task(1), task(2)] if isinstance(failure, BaseException) else failure()
         keeper.keep(data, name=name, limit=20)
     assert held(keeper) == before
     assert torch.equal(torch.get_rng_state(), random)

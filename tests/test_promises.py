@@ -4,7 +4,6 @@ import copy
 import io
 import itertools
 from functools import cache, partial
-from types import SimpleNamespace
 
 import pytest
 
@@ -109,11 +108,11 @@ SECOND_MOMENTS = [name for name in OPTIMIZERS if "Adam" in name and name != "Ada
 
 
 def in_plain_form(G, v, promises, excess, weighted=True, unit=1.0, rate=1.0, metric=None):
-    """Project a gradient or a step: ``G s >= repair (loss - bound)``, at most ``|g_k| |s|``."""
+    """Project a gradient or a step: ``G s >= repair (loss - bound)``, of at most ``|g_k| |s|``."""
     weights = torch.ones_like(v) if metric is None else metric
     longest = ((G**2 / weights).sum(1) * (v**2 * weights).sum()).sqrt()
-    demands = [one.repair * over / rate for one, over in zip(promises, excess.tolist(), strict=True)]
-    h = torch.minimum(torch.tensor(demands, dtype=torch.float64).nan_to_num(0.0), longest)
+    repair = torch.tensor([one.repair for one in promises], dtype=torch.float64)
+    h = (repair * torch.minimum(excess / rate, longest)).nan_to_num(0.0)
     penalty = [torch.inf if one.penalty is None else unit * one.penalty for one in promises]
     return project(
         G,
@@ -124,24 +123,6 @@ def in_plain_form(G, v, promises, excess, weighted=True, unit=1.0, rate=1.0, met
         equality=torch.tensor([one.equal for one in promises]),
         metric=metric,
     )
-
-
-def weights_ahead(model, optimizer, G):
-    """Return Adam's metric for the step that the present gradient will make."""
-    other = copy.deepcopy(optimizer.state_dict())
-    states, k = {}, 0
-    for group in other["param_groups"]:
-        group["amsgrad"] = False
-        for _ in group["params"]:
-            p, beta = list(model.parameters())[k], group["betas"][1]
-            state = other["state"].get(k) or {"exp_avg_sq": torch.zeros_like(p), "step": 0}
-            second = beta * state["exp_avg_sq"] + (1 - beta) * p.grad**2
-            states[p], k = {"exp_avg_sq": second, "step": state["step"] + 1}, k + 1
-    groups = [
-        group | {"params": its["params"]}
-        for group, its in zip(other["param_groups"], optimizer.param_groups, strict=True)
-    ]
-    return adam_weights(model, SimpleNamespace(param_groups=groups, state=states), G)
 
 
 class Twins:
@@ -186,11 +167,7 @@ class Twins:
             model.zero_grad()
             loss(model, rival(SETS[0])).backward()
         if on != "step":
-            held = any(one.allowed is not None for one in self.promises)
-            w = weights_ahead(plain, self.other, G) if held and self.adam else None
-            g = gradient(plain) if w is None else gradient(plain) / w
-            x = in_plain_form(G, g, self.promises, excess, rate=rate if w is None else 1.0, metric=w)
-            give(plain, x if w is None else w * x)
+            give(plain, in_plain_form(G, gradient(plain), self.promises, excess, rate=rate))
         step = moved(plain, self.other.step)
         if on != "gradient":
             # In units of gradients: times the rate those of steps; Adam's metric has the rate in it.

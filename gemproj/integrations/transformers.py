@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -129,6 +128,7 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Keep examples, now or when training begins; see `KeeperCallback` and `Keeper.keep`."""
         if self._model is not None and self._tools is not None and collate is None:
+            assert isinstance(self._collate, _Collator)
             data, collate = _prepared(data, self._model, self._collate, *self._tools)
         super().keep(data, promise, name=name, collate=collate, limit=limit, hold_out=hold_out)
 
@@ -150,9 +150,11 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Attach to the optimizer, and keep what waits for a model."""
         _clip_again(args)
+        self.max_norm = None
         self._attach_prepared(model, optimizer)
         self._come_first()
-        loader, tokenizer = kwargs.get("train_dataloader"), kwargs.get("processing_class")
+        loader: Any = kwargs.get("train_dataloader")
+        tokenizer = kwargs.get("processing_class")
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
         # Without a batch sampler, the elements of the data set are batches.
         batched = getattr(loader, "batch_sampler", None) is not None
@@ -171,6 +173,7 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
     def _keep_references(self) -> None:
         """Let a language model write what to keep, where no data was given."""
         assert self._tools is not None
+        assert self._model is not None
         (tokenizer, _), (model, _) = self._tools, unwrapped(self._model)
         if tokenizer is None or not getattr(model, "can_generate", bool)():
             return
@@ -189,7 +192,7 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
         # DeepSpeed clips within its step.
         if args.max_grad_norm and self._steps and type(self._steps[0]) is ProjectedStep:
-            self.max_norm = float(args.max_grad_norm)
+            self.max_norm, self._steps[0].norm = float(args.max_grad_norm), None
             args.max_grad_norm = _Later(self.max_norm)
 
     def on_optimizer_step(
@@ -214,8 +217,7 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
             for name, found in self.held_out().items():
                 numbers |= {f"keep/{name}/{key}": n for key, n in zip(_HELD, found, strict=True)}
         norm = self._steps[0].norm if self._steps and "loss" in logs else None
-        # An overflow is the Trainer's to tell: the scaler then takes no step, and nothing is clipped.
-        if norm is not None and math.isfinite(logs.get("grad_norm", 0.0)):
+        if norm is not None:  # not after an overflow, of which the Trainer tells
             numbers["grad_norm"] = float(norm)
         logs.update(numbers)
         state.log_history[-1].update(numbers)  # a copy of logs from before the callbacks

@@ -13,7 +13,7 @@ from gemproj.torch.data import Batch, Collate, PerExample, count, join, moved, o
 from gemproj.torch.promise import Loss, Promise
 
 
-@dataclass
+@dataclass(repr=False)
 class KeptSet:
     """The examples of one `keep`, each with the output and the loss of the model when it was kept.
 
@@ -46,6 +46,9 @@ class KeptSet:
 
     def __len__(self) -> int:
         return len(self.losses)
+
+    def __repr__(self) -> str:
+        return f"KeptSet({self.name!r}, {len(self)} examples, {self.promise!r})"
 
     def add(self, more: KeptSet) -> None:
         """Add the examples of another set; those at hand keep their outputs and losses."""

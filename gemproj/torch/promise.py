@@ -46,8 +46,9 @@ class Promise:
         0.05 nats for a loss with stored outputs; for other losses no step raises the loss. Needs a loss with
         one number per example.
     repair : float, default 1
-        Fraction of the excess over the bound that one projected step removes, above 0 and at most 1. A
-        projected gradient (`on="gradient"`) removes it to first order with SGD; with Adam over several steps.
+        Fraction of the excess over the bound that one projected step removes, to first order, above 0 and at
+        most 1. With momentum or Adam, a projected gradient removes more or less than that, as it is not the
+        step; it asks for at most this fraction of what a step along the row could remove.
     equal : bool, default False
         Whether the loss must neither rise nor fall: ``G x = 0`` instead of ``G x >= 0``.
     penalty : float, optional

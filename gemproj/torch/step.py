@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class Terms:
         excess = self.excess(rows)
         if excess is not None:
             excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # rounding errors
-            wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
+            wanted = excess / max(rate, _SMALLEST_RATE)
             if isinstance(self.tolerance, Tensor):
                 wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
         if self.compared is not False:
@@ -120,7 +120,8 @@ class Terms:
             if wanted is not None:
                 # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum
                 # of a loss, where the row vanishes.
-                found = xp.minimum(to_numpy(wanted) if host else wanted, norms * size)
+                repair = to_numpy(self.repair) if host and isinstance(self.repair, Tensor) else self.repair
+                found = repair * xp.minimum(to_numpy(wanted) if host else wanted, norms * size)
             if near is None:
                 return found
             # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient.
@@ -321,18 +322,8 @@ class ProjectedStep:
     def _solve_gradient(self, rows: Rows, held: list[bool]) -> DualSolution:
         """Project the gradient in the scratch buffer."""
         terms, gradient = self._keeper.terms, rows.vector.read_gradient()
-        moving = self._moves(self.groups()) if terms.held else held
-        through, rate = None, 1.0
-        if terms.held and self._has_moments(moving):
-            # The step will be about D x, for the inverse D of Adam's metric. Multipliers of the projection of
-            # D g in this metric keep promises about D x, and x = g + G'lam.
-            weights = self._weights(rows, moving, ahead=True)
-            through = gradient / weights, weights
-        elif terms.held:
-            rate = self.learning_rate()
-        h = terms.right_hand_side(rows, rate, 1.0)
-        solution, _ = self._solve("gradient", rows, gradient, held, h, 1.0, None, through)
-        return solution
+        h = terms.right_hand_side(rows, self.learning_rate() if terms.held else 1.0, 1.0)
+        return self._solve("gradient", rows, gradient, held, h, 1.0, None)[0]
 
     def _solve_step(self, rows: Rows, step: Tensor) -> tuple[DualSolution, bool]:
         """Project the step in the scratch buffer; return whether it has changed."""
@@ -359,7 +350,6 @@ class ProjectedStep:
         h: Any,
         scale: Any,
         weights: Tensor | None,
-        through: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[DualSolution, bool]:
         """Project v in place, in the columns of moving parameters; return the solution and whether v changed.
 
@@ -372,14 +362,10 @@ class ProjectedStep:
             columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
         with topology.measurement(len(rows)):
             here = _problem(rows, v, weights, columns)
-            mine = (
-                here
-                if owned == columns and through is None
-                else _problem(rows, *(through or (v, weights)), owned)
-            )
+            mine = here if owned == columns else _problem(rows, v, weights, owned)
             measured = measure(mine)
         measured = topology.sum_gram(measured)
-        if weights is None and through is None and all(moving):  # alike on all processes
+        if weights is None and all(moving):  # alike on all processes
             K = measured.gram.K
             rows.norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)
         weighted = kind == "gradient" or keeper.on == "step"
@@ -403,22 +389,19 @@ class ProjectedStep:
             sol = solve(measured, replace(options, h=namespace(h).minimum(h, 0.0 * h)), start)
         warn_if_missed(sol)
         keeper._warm[kind] = list(rows.names), sol.multipliers
-        if through is not None:
-            sol = replace(sol, _rows=None)  # a basis of the rows in the metric
         # On a device, reading the multipliers would synchronise, so x is always written.
         changed = keeper.project and (vector.device.type != "cpu" or bool(sol.multipliers.any()))
         if changed:
             combine_into(here, sol, here.vector)
         return sol, changed
 
-    def _weights(self, rows: Rows, moving: list[bool], *, ahead: bool = False) -> Tensor:
+    def _weights(self, rows: Rows, moving: list[bool]) -> Tensor:
         """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``.
 
         Adam's step minimises a quadratic model with this metric. Here v_hat is at least the square of the
         largest value of the entry in the rows. Without this minimum, v_hat is zero for entries without a
         gradient of the new loss, and a multiplier of 1 would move them by ``lr / eps`` times the row. With
-        the minimum, a multiplier of 1 moves an entry by at most the learning rate, as Adam does. With
-        ``ahead=True``, v_hat is that of the step with the present gradient, which has not been taken yet.
+        the minimum, a multiplier of 1 moves an entry by at most the learning rate, as Adam does.
         """
         w, vector = self._metric.whole, rows.vector
         rows.largest(w)
@@ -429,21 +412,13 @@ class ProjectedStep:
                 part.fill_(1.0)
                 continue
             group, state = groups[id(p)], states.get(p, {})
-            decay = group["betas"][1]
-            if ahead:
-                second, count = torch.square(local(p.grad)) * (1 - decay), cast(Any, 0)
-                if "exp_avg_sq" in state:
-                    second += decay * _dequantised(local(state["exp_avg_sq"]))
-                    count = _number(state.get("step", group.get("step")))
-                count = count + 1
-            else:
-                second = _dequantised(local(state.get("max_exp_avg_sq", state.get("exp_avg_sq"))))
-                count = _number(state.get("step", group.get("step")))  # some optimizers count in the group
-                # Zero if the first step was skipped after an overflow.
-                count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+            second = _dequantised(local(state.get("max_exp_avg_sq", state.get("exp_avg_sq"))))
+            count = _number(state.get("step", group.get("step")))  # some optimizers count in the group
+            # Zero if the first step was skipped after an overflow.
+            count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
             parts.append(part)
             seconds.append(second)
-            corrections.append(1 - decay**count)
+            corrections.append(1 - group["betas"][1] ** count)
             eps.append(group["eps"])
             rates.append(_number(group["lr"]))
         if parts:
@@ -457,17 +432,12 @@ class ProjectedStep:
         return w
 
     def _has_moments(self, moving: Sequence[bool]) -> bool:
-        """Return whether the optimizer keeps second moments of all moving parameters, as Adam does.
-
-        Before its first step an optimizer keeps none; then its `defaults` tell.
-        """
+        """Return whether the optimizer keeps second moments of all moving parameters, as Adam does."""
         # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process has
         # the moments of some parameters.
         if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
             return False
         groups, states, vector = self.groups(), self.optimizer.state, self._vector
-        if not states:
-            return type(self.optimizer).__name__ in ("Adam", "AdamW", "NAdam", "RAdam")
         every = zip(vector.parameters, vector.shapes, moving, strict=True)
         return all(
             "exp_avg_sq" in states.get(p, {})
