@@ -39,9 +39,11 @@ class Rows(NamedTuple):
     def without_zeros(self, gram: Gram) -> Rows:
         """Return these coordinates with zeros for rows and gradients that count as zero in K."""
         diagonal = gram.K.diagonal(0, -2, -1)
-        rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
-        self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
-        self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
+        if not diagonal.all():
+            rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
+            self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
+        if not gram.gg.all():
+            self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
         return self
 
     def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:

@@ -35,7 +35,7 @@ from gemproj._arrays import (
 from gemproj._checks import check_array
 
 _KINDS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("dtype"))
-_SHAPE = attrgetter("shape")
+_SHAPE, _SIZE = attrgetter("shape"), attrgetter("size")
 
 
 @dataclass(eq=False)
@@ -76,15 +76,18 @@ class Problem:
     shared: bool = False
     backend: Any = field(default=None, init=False)
     host: bool = field(init=False)
+    is_torch: bool = field(init=False)
     sizes: list[int] = field(init=False)
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.host, lead = on_host(self.device), len(self.batch)
-        if lead or not self.is_torch:
+        self.is_torch = self.xp.__name__.endswith("torch")
+        if lead:
             self.sizes = [math.prod(v.shape[lead:]) for v in self.vector]
-        else:  # torch takes long to slice shapes
-            self.sizes = list(map(self.xp.Tensor.numel, self.vector))
+        else:  # torch takes long to make shapes
+            count = self.xp.Tensor.numel if self.is_torch else _SIZE
+            self.sizes = list(map(count, self.vector))
         self.columns = sum(self.sizes)
 
     @property
@@ -96,15 +99,6 @@ class Problem:
     def like(self) -> tuple[tuple[int, ...], Any, Any]:
         """Shape (..., t), library and device of arguments with one number per constraint."""
         return (*self.batch, self.t), self.xp, self.device
-
-    @property
-    def is_torch(self) -> bool:
-        """Whether the arrays are torch tensors."""
-        return self.xp.__name__.endswith("torch")
-
-    def has_float64(self) -> bool:
-        """Return whether any array of G or g has a dtype wider than float32."""
-        return any(self.xp.finfo(a.dtype).bits > 32 for a in [*self.rows, *self.vector])
 
     def without_autocast(self) -> AbstractContextManager[Any]:
         """Return a context that disables `torch.autocast`, so that products and sums keep their dtype."""

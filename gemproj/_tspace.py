@@ -71,7 +71,7 @@ class Standard(NamedTuple):
 
 
 class Dual(NamedTuple):
-    """A flat batch of dual problems, the arguments of `gemproj._search.solve`; None for defaults."""
+    """Dual problems: K and b (..., t), or coordinates V (..., t, m) and a (..., m); None for defaults."""
 
     of_gram: bool
     rows: np.ndarray
@@ -80,11 +80,6 @@ class Dual(NamedTuple):
     lower: Any = None
     upper: Any = None
     start: Any = None
-
-    def of(self, V: np.ndarray, a: np.ndarray, chosen: np.ndarray, start: np.ndarray) -> Dual:
-        """Return the problems of a mask, in coordinates V and a, with a start for all problems."""
-        given = (self.h, self.lower, self.upper, start)
-        return Dual(False, V, a, *(None if v is None else v[chosen] for v in given))
 
 
 class Unit(NamedTuple):

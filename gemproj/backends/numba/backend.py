@@ -153,7 +153,7 @@ class Numba:
     def _parts(self, problem: Problem) -> list[Part]:
         """Return the parts of a problem; each has about the columns of a piece, or is one block."""
         sizes, height, joined, room = problem.sizes, problem.t + 1, list[list[int]](), 0
-        found: list[tuple[list[int], int, int]] = []  # blocks, their columns, and how many may be read at once
+        found: list[tuple[list[int], int, int]] = []  # blocks, their columns, and those read at once
         for k, (v, n) in enumerate(zip(problem.vector, sizes, strict=True)):
             if 0 < n * height < _SMALL_BLOCK and len(sizes) > 1:
                 if room < n:
