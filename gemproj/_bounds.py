@@ -30,7 +30,7 @@ from gemproj._arrays import (
     namespace,
 )
 from gemproj._checks import check_scalar, is_number, real_numbers
-from gemproj._tspace import Standard, inverse, matvec
+from gemproj._tspace import inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
 
@@ -54,11 +54,10 @@ def check_options(
     equality: Any = False,
 ) -> Options:
     """Return the options of a projection, checked as far as possible without G and g."""
-    found = as_method(method)
-    check_scalar(margin, "margin")
-    given = [] if h is None else ["h"]
-    if not is_zero(margin):
-        given.append("margin")
+    found, given = as_method(method), [] if h is None else ["h"]
+    if not (type(margin) is float and margin == 0.0):
+        check_scalar(margin, "margin")
+        given += [] if is_zero(margin) else ["margin"]
     if penalty is not None:
         check_scalar(penalty, "penalty")
         given.append("penalty")
@@ -114,10 +113,6 @@ class Bounds(NamedTuple):
         upper = np.where(rows, 0.0, np.inf if self.upper is None else self.upper)
         return Bounds(lower, upper, np.where(rows, -np.inf, 0.0 if self.h is None else self.h))
 
-    def violated(self, slack: Array) -> Array:
-        """Return the mask (..., t) of violated constraints: slack < 0, or slack != 0 for equalities."""
-        return slack < 0 if self.lower is None else (slack < 0) | ((self.lower < 0) & (slack > 0))
-
     def asked(self, norms: Array) -> Array:
         """Return the distance (...) that h asks x to move at least, from the norms (..., t) of the rows.
 
@@ -140,14 +135,13 @@ class Bounds(NamedTuple):
 PLAIN = Bounds()
 
 
-def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array | None]:
-    """Return the dual problem with b - h and lower bounds of zero, and the shift of the multipliers.
+def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Any, ...]:
+    """Return b and bounds of the dual problem in standard form, and the shift of the multipliers.
 
-    This is the dual problem of the projection of ``g + G'shift``; equalities without a penalty have no lower
+    b becomes ``b - h``, and lower bounds become zero. This is the dual problem of the projection of ``g +
+    G'shift``; equalities without a penalty have no lower
     bound.
     """
-    if bounds is PLAIN:
-        return Standard(K, b, None, None), None
     xp, lower, upper, shift = namespace(b), bounds.lower, bounds.upper, None
     if lower is not None:
         shift = xp.where(xp.isinf(lower), xp.zeros_like(lower), lower)
@@ -158,7 +152,7 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array |
         b = b - bounds.h
         # A row of norm zero allows for nothing, but may ask for what no x gives.
         b = xp.where(xp.linalg.diagonal(K) == 0, xp.minimum(b, xp.zeros_like(b)), b)
-    return Standard(K, b, lower, upper), shift
+    return b, lower, upper, shift
 
 
 def make_bounds(options: Options, like: Array) -> Bounds:
@@ -167,9 +161,9 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     Raises for options that do not broadcast and, on the CPU, for values out of range.
     """
     h, margin, penalty, equality = options.h, options.margin, options.penalty, options.equality
-    none = penalty is None or (is_number(penalty) and penalty == math.inf)
-    if h is None and none and equality is False and is_zero(margin):
+    if h is None and penalty is None and equality is False and type(margin) is float and margin == 0.0:
         return PLAIN
+    none = penalty is None or (is_number(penalty) and penalty == math.inf)
     xp, host = namespace(like), isinstance(like, np.ndarray)
     right = None if h is None else _per_row(h, "h", like)
     lower = None if is_zero(margin) else _per_row(margin, "margin", like)

@@ -126,7 +126,7 @@ def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
 def _read(problem: Problem) -> Any:
     """Yield the tiles of [G; g] in float64, as NumPy arrays."""
     with problem.without_autocast():
-        for lead, tile in stacked(problem, problem.wide):
+        for lead, tile in stacked(problem):
             yield lead, to_numpy(tile)
 
 
@@ -149,7 +149,7 @@ def _preconditioned(problem: Problem, gram: Gram, rounding: float) -> np.ndarray
     forward, backward = (basis / scale).T * inverse(n), n[:, None] * basis * scale
     total: Any = 0.0
     with problem.without_autocast():
-        for _, tile in stacked(problem, problem.wide):
+        for _, tile in stacked(problem):
             rows = (forward if problem.host else problem.to_caller(forward)) @ tile
             total = total + rows @ namespace(rows).matrix_transpose(rows)
     n, cosines = unit_diagonal(to_numpy(total))

@@ -236,7 +236,8 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
             return _search(measured, bounds.without(slight), start)
     # Without h, K and b contradict each other: there is no g with G g = b.
     lam, pivots, status = outcome(lam, found, resolved=rows is not None)
-    lam = _at_penalty(lam, K, bounds)
+    if h is not None and upper is not None:
+        lam = _at_penalty(lam, K, bounds)
     sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
     if rows is not None and np.count_nonzero(loses := EPS * found[..., 3] > LOST):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
@@ -245,8 +246,6 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
 
 def _at_penalty(lam: Array, K: Array, bounds: Bounds) -> Array:
     """Return lam, with the penalty for rows of norm zero and h > 0: these stay violated."""
-    if bounds.h is None or bounds.upper is None:
-        return lam
     xp = namespace(lam)
     void = (xp.linalg.diagonal(K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
     return xp.where(void, bounds.upper, lam)
@@ -316,24 +315,29 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     K, b, off, kept = gram.K, gram.b, bounds.off, None
     if not host or (off is not None and off.any()):
         K, b, kept = drop_rows(K, b, off)
-    dual, shift = standard_form(K, b, bounds)
+    b, lower, upper, shift = standard_form(K, b, bounds)
     if kept is not None and bounds.h is not None:
-        dual = dual._replace(b=xp.where(kept, dual.b, xp.zeros_like(b)))
+        b = xp.where(kept, b, xp.zeros_like(b))
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
-        start = clip(start if shift is None else start - shift, dual.lower, dual.upper)
+        start = clip(start if shift is None else start - shift, lower, upper)
     if isinstance(method, Method):
-        lam, iterations, status = method.solve(*dual, start)
+        lam, iterations, status = method.solve(K, b, lower, upper, start)
     else:
-        lam, iterations, status = call(method, dual.K, dual.b, start, measured.to_caller)
+        lam, iterations, status = call(method, K, b, start, measured.to_caller)
     lam = xp.astype(lam, b.dtype, copy=False)  # a user's method may return another dtype
     if shift is not None:
         lam = lam + shift
     if bounds.upper is not None:  # the shift has rounded multipliers at their upper bound
-        lam = _at_penalty(snap(lam, bounds.upper), K, bounds)
+        lam = snap(lam, bounds.upper)
+        if bounds.h is not None:
+            lam = _at_penalty(lam, K, bounds)
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
-    iterations, status = (_of_each(a, gram.gg) for a in (iterations, status))
+    numbers = iterations, status  # ints stand for all problems
+    iterations, status = (
+        xp.full_like(gram.gg, n, dtype=xp.int64) if isinstance(n, int) else n for n in numbers
+    )
     if not host:
         finite = kept if off is None else kept | off
         status = status | xp.astype(~xp.all(finite, axis=-1), xp.int64) * int(Status.ROW_DROPPED)
@@ -342,9 +346,3 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
         missed = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(b.dtype).eps
         sol = replace(sol, _status=status | xp.astype(missed, xp.int64) * int(Status.STALLED))
     return sol
-
-
-def _of_each(value: Any, like: Array) -> Any:
-    """Return a number as an array of integers, one per problem; arrays are returned unchanged."""
-    xp = namespace(like)
-    return xp.full_like(like, value, dtype=xp.int64) if isinstance(value, int) else value

@@ -27,7 +27,6 @@ from gemproj._arrays import (
     may_overlap,
     namespace,
     on_host,
-    one_of_each,
     refuse_transformed,
     to_numpy,
     wide_dtype,
@@ -134,7 +133,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
-    xp, device = namespace(*(arrays if keys is None else one_of_each(type, arrays))), device_of(vector[0])
+    xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
         if (k := first_elsewhere(arrays, device)) is not None:
             raise ValueError(
@@ -212,7 +211,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
 def check_out(out: Blocks, problem: Problem) -> list[Array]:
     """Return the blocks of `out`; raise if x cannot be written to them."""
     blocks, _ = as_blocks(out, "out", (problem.keys, problem.vector))
-    if namespace(*one_of_each(type, blocks)) is not problem.xp:
+    if namespace(*blocks) is not problem.xp:
         raise TypeError(
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."

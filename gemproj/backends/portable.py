@@ -42,7 +42,7 @@ class Portable:
         squares = total[..., t:, t] if whole else zeros(*outer, m)
         xp = namespace(total)
         with problem.without_autocast():
-            for lead, tile in stacked(problem, problem.wide):
+            for lead, tile in stacked(problem):
                 # Views, because for `total[...] += ` torch would copy the sum onto itself.
                 part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
                 part += xp.matmul(tile, xp.matrix_transpose(right))

@@ -191,9 +191,9 @@ class Numba:
         if self._kept and (known := self._kept.get(blocks[0])):
             return known
         reshape, concat = problem.xp.reshape, problem.xp.concat
-        rows, vectors = [problem.rows[k] for k in blocks], [problem.vector[k] for k in blocks]
-        G = concat([a if a.ndim == 2 else reshape(a, (problem.t, -1)) for a in rows], axis=1)
-        g = concat([a if a.ndim == 1 else reshape(a, (-1,)) for a in vectors])
+        some = [(problem.rows[k], problem.vector[k], problem.sizes[k]) for k in blocks]
+        G = concat([a if a.ndim == 2 else reshape(a, (problem.t, n)) for a, _, n in some], axis=1)
+        g = concat([a if a.ndim == 1 else reshape(a, (n,)) for _, a, n in some])
         found = _arguments(copied(view(G))[None], view(g)[None])  # libraries may keep the order of the blocks
         if self._kept is not None:
             self._kept[blocks[0]] = found
