@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import array_api_compat
@@ -21,16 +21,15 @@ _IS_TORCH: dict[type, bool] = {}
 def namespace(a: Array, *others: Array) -> Any:
     """Return the array API namespace of arrays; raise a TypeError if their libraries differ."""
     kind = type(a)
-    for other in others:
-        if type(other) is not kind:
-            return _common_namespace(a, *others)
+    if others and {*map(type, others)} != {kind}:  # no loop, because models have hundreds of blocks
+        return _common_namespace({type(a): a for a in (a, *others)}.values())
     xp = _NAMESPACES.get(kind)
     if xp is None:
         xp = _NAMESPACES[kind] = array_api_compat.array_namespace(a)
     return xp
 
 
-def _common_namespace(*arrays: Array) -> Any:
+def _common_namespace(arrays: Collection[Array]) -> Any:
     """Return the namespace of arrays of several types, such as Tensor and Parameter."""
     try:
         return array_api_compat.array_namespace(*arrays)
@@ -111,11 +110,6 @@ def first_elsewhere(arrays: Sequence[Array], device: Any) -> int | None:
     else:
         here = [device_of(a) == device for a in arrays]
     return None if all(here) else here.index(False)
-
-
-def one_of_each(kind: Callable[[Array], Any], arrays: Sequence[Array]) -> list[Array]:
-    """Return one array of each kind; checking each of hundreds of blocks would take a millisecond."""
-    return list(dict(zip(map(kind, arrays), arrays, strict=True)).values())
 
 
 def refuse_transformed(arrays: Sequence[Array]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +29,8 @@ from gemproj._arrays import (
     is_real_floating,
     namespace,
 )
-from gemproj._checks import check_scalar, is_number, real_numbers, refuse_masked
-from gemproj._tspace import Standard, inverse, matvec
+from gemproj._checks import check_scalar, is_number, real_numbers
+from gemproj._tspace import inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
 
@@ -55,26 +54,21 @@ def check_options(
     equality: Any = False,
 ) -> Options:
     """Return the options of a projection, checked as far as possible without G and g."""
-    plain = h is None and penalty is None and type(margin) is float and margin == 0.0
-    if plain and equality is False:
-        return _named(method) if type(method) is str else Options(as_method(method))
-    found = as_method(method)
-    for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
-        refuse_masked(value, name)
-    check_scalar(margin, "margin")
+    found, given = as_method(method), [] if h is None else ["h"]
+    if not (type(margin) is float and margin == 0.0):
+        check_scalar(margin, "margin")
+        given += [] if is_zero(margin) else ["margin"]
     if penalty is not None:
         check_scalar(penalty, "penalty")
-    if not (is_array(equality) or isinstance(equality, (bool, list, tuple))):
-        raise TypeError(
-            f"equality must be True, False or an array of one boolean per constraint; found {equality!r}."
-        )
-    given = {
-        "h": h is not None,
-        "margin": is_array(margin) or bool(margin),
-        "penalty": penalty is not None,
-        "equality": equality is not False,
-    }
-    check_accepted(found, [(name, name) for name in given if given[name]])
+        given.append("penalty")
+    if equality is not False:
+        if not (equality is True or isinstance(equality, (list, tuple, np.ndarray)) or is_array(equality)):
+            raise TypeError(
+                f"equality must be True, False or an array of one boolean per constraint; found {equality!r}."
+            )
+        given.append("equality")
+    if given:
+        check_accepted(found, zip(given, given, strict=True))
     return Options(found, h, margin, penalty, equality)
 
 
@@ -88,11 +82,6 @@ def check_accepted(method: Any, given: Iterable[tuple[str, str]]) -> None:
     for name, option in given:
         if option not in accepted(method):
             raise ValueError(f"{name} cannot be combined with method {method!r}, which does not take it.")
-
-
-@lru_cache(maxsize=64)
-def _named(method: str) -> Options:
-    return Options(as_method(method))
 
 
 class Bounds(NamedTuple):
@@ -124,10 +113,6 @@ class Bounds(NamedTuple):
         upper = np.where(rows, 0.0, np.inf if self.upper is None else self.upper)
         return Bounds(lower, upper, np.where(rows, -np.inf, 0.0 if self.h is None else self.h))
 
-    def violated(self, slack: Array) -> Array:
-        """Return the mask (..., t) of violated constraints: slack < 0, or slack != 0 for equalities."""
-        return slack < 0 if self.lower is None else (slack < 0) | ((self.lower < 0) & (slack > 0))
-
     def asked(self, norms: Array) -> Array:
         """Return the distance (...) that h asks x to move at least, from the norms (..., t) of the rows.
 
@@ -150,14 +135,13 @@ class Bounds(NamedTuple):
 PLAIN = Bounds()
 
 
-def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array | None]:
-    """Return the dual problem with b - h and lower bounds of zero, and the shift of the multipliers.
+def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Any, ...]:
+    """Return b and bounds of the dual problem in standard form, and the shift of the multipliers.
 
-    This is the dual problem of the projection of ``g + G'shift``; equalities without a penalty have no lower
+    b becomes ``b - h``, and lower bounds become zero. This is the dual problem of the projection of ``g +
+    G'shift``; equalities without a penalty have no lower
     bound.
     """
-    if bounds is PLAIN:
-        return Standard(K, b, None, None), None
     xp, lower, upper, shift = namespace(b), bounds.lower, bounds.upper, None
     if lower is not None:
         shift = xp.where(xp.isinf(lower), xp.zeros_like(lower), lower)
@@ -168,7 +152,7 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array |
         b = b - bounds.h
         # A row of norm zero allows for nothing, but may ask for what no x gives.
         b = xp.where(xp.linalg.diagonal(K) == 0, xp.minimum(b, xp.zeros_like(b)), b)
-    return Standard(K, b, lower, upper), shift
+    return b, lower, upper, shift
 
 
 def make_bounds(options: Options, like: Array) -> Bounds:
@@ -177,34 +161,39 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     Raises for options that do not broadcast and, on the CPU, for values out of range.
     """
     h, margin, penalty, equality = options.h, options.margin, options.penalty, options.equality
-    if h is None and penalty is None and equality is False and type(margin) is float and not margin:
+    if h is None and penalty is None and equality is False and type(margin) is float and margin == 0.0:
         return PLAIN
     none = penalty is None or (is_number(penalty) and penalty == math.inf)
-    xp, zero = namespace(like), namespace(like).zeros_like(like)
+    xp, host = namespace(like), isinstance(like, np.ndarray)
     right = None if h is None else _per_row(h, "h", like)
-    lower = None if is_number(margin) and not margin else _per_row(margin, "margin", like)
+    lower = None if is_zero(margin) else _per_row(margin, "margin", like)
     upper = None if none else _per_row(penalty, "penalty", like)
     mask = None if equality is False else _mask(equality, like)
-    if isinstance(like, np.ndarray):
+    if host:
         _check_values(right, lower, upper, mask)
     if mask is not None:  # a penalty on |G x - h| bounds the multiplier from both sides
         least = xp.full_like(like, -math.inf) if upper is None else -upper
-        lower = xp.where(mask, least, zero if lower is None else lower)
+        lower = xp.where(mask, least, xp.zeros_like(like) if lower is None else lower)
     bounds = Bounds(lower, upper, right)
-    if right is None:
+    if right is None or (host and np.min(right, initial=0.0) > -math.inf):
         return bounds
-    if not isinstance(like, np.ndarray):  # the method leaves out rows that are switched off
-        return bounds if lower is None else bounds._replace(lower=xp.where(bounds.off, zero, lower))
-    off: Any = bounds.off
-    return bounds.without(off) if off.any() else bounds
+    if host:
+        return bounds.without(bounds.off)
+    if lower is None:  # on a device, the method leaves out rows that are switched off
+        return bounds
+    return bounds._replace(lower=xp.where(bounds.off, xp.zeros_like(like), lower))
+
+
+def is_zero(margin: Any) -> bool:
+    """Return whether a margin is the number zero, the default."""
+    return is_number(margin) and not margin
 
 
 def _per_row(value: Any, name: str, like: Array) -> Array:
     """Return an option as an array shaped like b."""
-    xp = namespace(like)
     if is_number(value):
-        return xp.full_like(like, float(value))
-    return xp.astype(_shaped(value, name, like), like.dtype, copy=False)
+        return namespace(like).full_like(like, float(value))
+    return _shaped(value, name, like, like.dtype)
 
 
 def is_like(value: Any, like: Array) -> bool:
@@ -226,13 +215,13 @@ def _mask(equality: Any, like: Array) -> Array:
     return mask
 
 
-def _shaped(value: Any, name: str, like: Array) -> Array:
+def _shaped(value: Any, name: str, like: Array, dtype: Any = None) -> Array:
     """Return `value` as an array with the library, device and shape of b."""
     xp, device = namespace(like), device_of(like)
     if not is_like(value, like):
         value = from_numpy(real_numbers(value, name), xp, device)
     # Copied, because the solution keeps this array, and the caller may change the original.
-    value = xp.astype(detach(value), value.dtype, copy=True)
+    value = xp.astype(detach(value), dtype or value.dtype, copy=True)
     try:
         if value.ndim == 1 and value.shape[0] != like.shape[-1]:
             raise ValueError

@@ -124,7 +124,7 @@ def slack_of(problem: Problem, h: np.ndarray | None) -> np.ndarray:
     """Return ``G x - h`` of one problem, whose vector is x, from one read of both."""
     s: Any = np.zeros(problem.t) if h is None else -h
     with problem.without_autocast():
-        for _, tile in stacked(problem, problem.wide):
+        for _, tile in stacked(problem):
             s = s + to_numpy(tile[: problem.t, :] @ tile[problem.t, :])
     return s
 

@@ -39,9 +39,11 @@ class Rows(NamedTuple):
     def without_zeros(self, gram: Gram) -> Rows:
         """Return these coordinates with zeros for rows and gradients that count as zero in K."""
         diagonal = gram.K.diagonal(0, -2, -1)
-        rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
-        self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
-        self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
+        if not diagonal.all():
+            rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
+            self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
+        if not gram.gg.all():
+            self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
         return self
 
     def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:
@@ -124,7 +126,7 @@ def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
 def _read(problem: Problem) -> Any:
     """Yield the tiles of [G; g] in float64, as NumPy arrays."""
     with problem.without_autocast():
-        for lead, tile in stacked(problem, problem.wide):
+        for lead, tile in stacked(problem):
             yield lead, to_numpy(tile)
 
 
@@ -147,7 +149,7 @@ def _preconditioned(problem: Problem, gram: Gram, rounding: float) -> np.ndarray
     forward, backward = (basis / scale).T * inverse(n), n[:, None] * basis * scale
     total: Any = 0.0
     with problem.without_autocast():
-        for _, tile in stacked(problem, problem.wide):
+        for _, tile in stacked(problem):
             rows = (forward if problem.host else problem.to_caller(forward)) @ tile
             total = total + rows @ namespace(rows).matrix_transpose(rows)
     n, cosines = unit_diagonal(to_numpy(total))

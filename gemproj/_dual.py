@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, matvec
 from gemproj.backends import search, solve_few
 from gemproj.methods import AnyMethod, Exact, Method, Status
 from gemproj.methods._method import call
-from gemproj.methods.exact import enumerable
+from gemproj.methods.exact import enumerable, outcome
 
 INFEASIBLE = int(Status.INFEASIBLE)
 
@@ -215,44 +214,41 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     A problem with no more columns than rows is solved in its own coordinates at once.
     """
     (K, b, _), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
-    t, batch, count = b.shape[-1], b.shape[:-1], math.prod(b.shape[:-1])
+    t, batch, rows = b.shape[-1], b.shape[:-1], None
     if lower is not None:
         _check_margin(K, b, lower)
-    flat = [None if a is None else a.reshape(count, t) for a in (b, h, lower, upper, start)]
-    dual, rows = Dual(True, K.reshape(math.prod(K.shape[:-2]), t, t), *flat), None
     small = problem is not None and problem.columns * (t + 1) <= SMALL
-    if problem is not None and count and 0 < problem.columns <= t and (small or not batch):
+    if problem is not None and b.size and 0 < problem.columns <= t and (small or not batch):
         rows = (measured.own or own_rows(problem)).without_zeros(measured.gram)
-        lam, found = search(dual._replace(of_gram=False, rows=rows.V, linear=rows.a))
+        lam, found = search(Dual(False, rows.V, rows.a.reshape((*batch, -1)), h, lower, upper, start))
     else:
-        lam, found = search(dual)
-        if problem is not None and t:
-            chosen = (found[:, 2] < (TRUST_SMALL if small else RESOLVED)) | (found[:, 0] > 0)
-            if np.count_nonzero(chosen):
-                rows = from_rows(problem, measured.gram, measured.rounding, chosen.reshape(batch))
-                rows = rows.without_zeros(measured.gram)
-                again = dual.of(rows.V, rows.a, chosen, np.where(found[:, :1] < INFEASIBLE, lam, 0.0))
-                lam[chosen], found[chosen] = search(again)
-    status = found[:, 0].astype(np.int64)
-    if rows is None:
-        status[found[:, 2] < RESOLVED] |= int(Status.UNRESOLVED)
-    rays = status >= INFEASIBLE
+        lam, found = search(Dual(True, K, b, h, lower, upper, start))
+        chosen = (found[..., 2] < (TRUST_SMALL if small else RESOLVED)) | (found[..., 0] > 0)
+        if problem is not None and t and np.count_nonzero(chosen):
+            rows = from_rows(problem, measured.gram, measured.rounding, chosen).without_zeros(measured.gram)
+            given = h, lower, upper, np.where(found[..., :1] < INFEASIBLE, lam, 0.0)
+            some = [None if a is None else a[chosen] for a in given]
+            lam[chosen], found[chosen] = search(Dual(False, rows.V, rows.a, *some))
+    rays = found[..., 0] >= INFEASIBLE
     if h is not None and (np.count_nonzero(rays) or not K.diagonal(0, -2, -1).all()):
-        slight = _refuse_infeasible(bounds, K, lam.reshape(b.shape), rays.reshape(batch))
+        slight = _refuse_infeasible(bounds, K, lam, rays)
         if np.count_nonzero(slight):
             return _search(measured, bounds.without(slight), start)
-        if upper is not None:  # a zero row with a penalty and h > 0 stays violated
-            void = (K.diagonal(0, -2, -1) == 0) & (h > 0) & np.isfinite(upper)
-            lam = np.where(void.reshape(-1, t), upper.reshape(-1, t), lam)
     # Without h, K and b contradict each other: there is no g with G g = b.
-    status[rays], lam[rays] = int(Status.STALLED), 0.0
-    results = lam.reshape(b.shape), measured.gram, bounds, found[:, 1].astype(np.int64).reshape(batch)
-    sol = DualSolution(*results, status.reshape(batch), measured.rounding, True, rows)
-    if rows is not None:
-        loses = EPS * found[:, 3] > LOST
-        if np.count_nonzero(loses):
-            sol = replace(sol, _rows=rows.corrected(sol.free, loses.reshape(batch)))
+    lam, pivots, status = outcome(lam, found, resolved=rows is not None)
+    if h is not None and upper is not None:
+        lam = _at_penalty(lam, K, bounds)
+    sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
+    if rows is not None and np.count_nonzero(loses := EPS * found[..., 3] > LOST):
+        sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
+
+
+def _at_penalty(lam: Array, K: Array, bounds: Bounds) -> Array:
+    """Return lam, with the penalty for rows of norm zero and h > 0: these stay violated."""
+    xp = namespace(lam)
+    void = (xp.linalg.diagonal(K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
+    return xp.where(void, bounds.upper, lam)
 
 
 def _refuse_infeasible(bounds: Bounds, K: np.ndarray, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
@@ -319,27 +315,29 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     K, b, off, kept = gram.K, gram.b, bounds.off, None
     if not host or (off is not None and off.any()):
         K, b, kept = drop_rows(K, b, off)
-    dual, shift = standard_form(K, b, bounds)
+    b, lower, upper, shift = standard_form(K, b, bounds)
     if kept is not None and bounds.h is not None:
-        dual = dual._replace(b=xp.where(kept, dual.b, xp.zeros_like(b)))
+        b = xp.where(kept, b, xp.zeros_like(b))
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
-        start = clip(start if shift is None else start - shift, dual.lower, dual.upper)
+        start = clip(start if shift is None else start - shift, lower, upper)
     if isinstance(method, Method):
-        lam, iterations, status = method.solve(*dual, start)
+        lam, iterations, status = method.solve(K, b, lower, upper, start)
     else:
-        lam, iterations, status = call(method, dual.K, dual.b, start, measured.to_caller)
+        lam, iterations, status = call(method, K, b, start, measured.to_caller)
     lam = xp.astype(lam, b.dtype, copy=False)  # a user's method may return another dtype
     if shift is not None:
         lam = lam + shift
     if bounds.upper is not None:  # the shift has rounded multipliers at their upper bound
         lam = snap(lam, bounds.upper)
-        if bounds.h is not None:  # a zero row with a penalty and h > 0 stays violated
-            void = (xp.linalg.diagonal(K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
-            lam = xp.where(void, bounds.upper, lam)
+        if bounds.h is not None:
+            lam = _at_penalty(lam, K, bounds)
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
-    iterations, status = (_of_each(a, gram.gg) for a in (iterations, status))
+    numbers = iterations, status  # ints stand for all problems
+    iterations, status = (
+        xp.full_like(gram.gg, n, dtype=xp.int64) if isinstance(n, int) else n for n in numbers
+    )
     if not host:
         finite = kept if off is None else kept | off
         status = status | xp.astype(~xp.all(finite, axis=-1), xp.int64) * int(Status.ROW_DROPPED)
@@ -348,9 +346,3 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
         missed = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(b.dtype).eps
         sol = replace(sol, _status=status | xp.astype(missed, xp.int64) * int(Status.STALLED))
     return sol
-
-
-def _of_each(value: Any, like: Array) -> Any:
-    """Return a number as an array of integers, one per problem; arrays are returned unchanged."""
-    xp = namespace(like)
-    return xp.full_like(like, value, dtype=xp.int64) if isinstance(value, int) else value

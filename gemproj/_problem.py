@@ -27,7 +27,6 @@ from gemproj._arrays import (
     may_overlap,
     namespace,
     on_host,
-    one_of_each,
     refuse_transformed,
     to_numpy,
     wide_dtype,
@@ -35,7 +34,7 @@ from gemproj._arrays import (
 from gemproj._checks import check_array
 
 _KINDS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("dtype"))
-_SHAPE = attrgetter("shape")
+_SHAPE, _SIZE = attrgetter("shape"), attrgetter("size")
 
 
 @dataclass(eq=False)
@@ -76,15 +75,18 @@ class Problem:
     shared: bool = False
     backend: Any = field(default=None, init=False)
     host: bool = field(init=False)
+    is_torch: bool = field(init=False)
     sizes: list[int] = field(init=False)
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.host, lead = on_host(self.device), len(self.batch)
-        if lead or not self.is_torch:
+        self.is_torch = self.xp.__name__.endswith("torch")
+        if lead:
             self.sizes = [math.prod(v.shape[lead:]) for v in self.vector]
-        else:  # torch takes long to slice shapes
-            self.sizes = list(map(self.xp.Tensor.numel, self.vector))
+        else:  # torch takes long to make shapes
+            count = self.xp.Tensor.numel if self.is_torch else _SIZE
+            self.sizes = list(map(count, self.vector))
         self.columns = sum(self.sizes)
 
     @property
@@ -96,15 +98,6 @@ class Problem:
     def like(self) -> tuple[tuple[int, ...], Any, Any]:
         """Shape (..., t), library and device of arguments with one number per constraint."""
         return (*self.batch, self.t), self.xp, self.device
-
-    @property
-    def is_torch(self) -> bool:
-        """Whether the arrays are torch tensors."""
-        return self.xp.__name__.endswith("torch")
-
-    def has_float64(self) -> bool:
-        """Return whether any array of G or g has a dtype wider than float32."""
-        return any(self.xp.finfo(a.dtype).bits > 32 for a in [*self.rows, *self.vector])
 
     def without_autocast(self) -> AbstractContextManager[Any]:
         """Return a context that disables `torch.autocast`, so that products and sums keep their dtype."""
@@ -140,7 +133,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
-    xp, device = namespace(*(arrays if keys is None else one_of_each(type, arrays))), device_of(vector[0])
+    xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
         if (k := first_elsewhere(arrays, device)) is not None:
             raise ValueError(
@@ -218,7 +211,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
 def check_out(out: Blocks, problem: Problem) -> list[Array]:
     """Return the blocks of `out`; raise if x cannot be written to them."""
     blocks, _ = as_blocks(out, "out", (problem.keys, problem.vector))
-    if namespace(*one_of_each(type, blocks)) is not problem.xp:
+    if namespace(*blocks) is not problem.xp:
         raise TypeError(
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,7 +106,9 @@ class DualSolution:
     @property
     def violated(self) -> Array:
         """Boolean (..., t): True for constraints that g violates."""
-        return self.bounds.violated(self.gram.b if self.bounds.h is None else self.gram.b - self.bounds.h)
+        lower, _, h = self.bounds
+        s = self.gram.b if h is None else self.gram.b - h
+        return s < 0 if lower is None else (s < 0) | ((lower < 0) & (s > 0))
 
     @property
     def free(self) -> Array:
@@ -158,25 +160,17 @@ class DualSolution:
         computes in float64, before rounding to the dtype of g. If K does not determine the solution (nearly
         dependent rows, on a device), the bound is ``|x|``.
         """
-        gram = Gram(*map(to_numpy, self._gram()))
-        known, size = from_gram(gram), to_numpy(self.size())
+        gram, size = Gram(*map(to_numpy, self._gram())), to_numpy(self.size())
         bounds = Bounds(*(None if a is None else to_numpy(a) for a in self.bounds))
         lam, lower, upper = map(to_numpy, (self.multipliers, self.lower, self.upper))
         h = np.zeros_like(lam) if bounds.h is None else np.where(bounds.off, 0.0, bounds.h)
         asked = bounds.asked(np.broadcast_to(np.sqrt(np.diagonal(gram.K, axis1=-2, axis2=-1)), lam.shape))
-        bound, number = np.zeros(size.shape), 0
-        for i in np.ndindex(size.shape):
-            V, a, rounding, resolves = known[i][:-1], known[i][-1], self._rounding, GRAM_RESOLVES
-            if self._rows is not None and self._rows.where[i]:
-                V, a = self._rows.V[number if len(self._rows.V) > 1 else 0], self._rows.a[number]
-                rounding, resolves, number = ROWS_RESOLVE, ROWS_RESOLVE, number + 1
+        bound = np.zeros(size.shape)
+        for i, V, a, read in self._coordinates(gram):
             if size[i]:
-                bound[i] = (
-                    _certificate.error_bound(
-                        V, a, h[i], lam[i], lower[i], upper[i], asked[i], rounding, resolves
-                    )
-                    / size[i]
-                )
+                known = (ROWS_RESOLVE, ROWS_RESOLVE) if read else (self._rounding, GRAM_RESOLVES)
+                given = V, a, h[i], lam[i], lower[i], upper[i], asked[i], *known
+                bound[i] = _certificate.error_bound(*given) / size[i]
         return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
@@ -198,18 +192,21 @@ class DualSolution:
 
     def dual_basis(self) -> Array:
         """Return F (..., t, t) with ``F'F = K_PP^-1`` for the free rows P; synchronises a device."""
-        lam, free, known = (
-            self.multipliers,
-            to_numpy(self.free),
-            from_gram(Gram(*map(to_numpy, self._gram()))),
-        )
-        found, number = np.zeros((*lam.shape, lam.shape[-1])), 0
-        for i in np.ndindex(lam.shape[:-1]):
-            V = known[i][:-1]
-            if self._rows is not None and self._rows.where[i]:
-                V, number = self._rows.V[number if len(self._rows.V) > 1 else 0], number + 1
+        lam, free = self.multipliers, to_numpy(self.free)
+        found = np.zeros((*lam.shape, lam.shape[-1]))
+        for i, V, _, _ in self._coordinates(Gram(*map(to_numpy, self._gram()))):
             found[i] = dual_basis(V, free[i])
         return from_numpy(found, namespace(lam), device_of(lam))
+
+    def _coordinates(self, gram: Gram) -> Iterator[tuple[Any, ...]]:
+        """Yield the index of each problem, its coordinates V and a, and whether they are from G."""
+        known, rows, number = from_gram(gram), self._rows, 0
+        for i in np.ndindex(known.shape[:-2]):
+            if rows is not None and rows.where[i]:
+                yield i, rows.V[number if len(rows.V) > 1 else 0], rows.a[number], True
+                number += 1
+            else:
+                yield i, known[i][:-1], known[i][-1], False
 
     def size(self) -> Array:
         """Return the size of the problem, shape (...), to which certificates are relative; see Notes."""

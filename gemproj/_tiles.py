@@ -42,14 +42,14 @@ def tiles(problem: Problem) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, .
                 yield k, lead, (*lead, ..., at), [a[(*lead, ..., at)] for a in whole]
 
 
-def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Array]]:
-    """Yield (lead, tile): the rows [G; g], (..., t + m, n), of each tile in `dtype`.
+def stacked(problem: Problem) -> Iterator[tuple[tuple[Any, ...], Array]]:
+    """Yield (lead, tile): the rows [G; g], (..., t + m, n), of each tile in float64.
 
     m is 1, or with a shared G the number of gradients. With a metric w, G is divided and g multiplied
     by sqrt(w). On the CPU tiles are NumPy arrays, because NumPy's products have the same bits for any batch
     size. Each tile overwrites the memory of the previous tile.
     """
-    xp, t, buffer = problem.xp, problem.t, None
+    xp, dtype, t, buffer = problem.xp, problem.wide, problem.t, None
     m = math.prod(problem.batch) if problem.shared else 1
     for _, lead, _, (rows, vector, *weight) in tiles(problem):
         batch, size = tuple(rows.shape[:-2]), rows.shape[-1]

@@ -61,17 +61,8 @@ class Measured(NamedTuple):
     own: Any = None
 
 
-class Standard(NamedTuple):
-    """The dual problem in its standard form."""
-
-    K: Array
-    b: Array
-    lower: Array | None
-    upper: Array | None
-
-
 class Dual(NamedTuple):
-    """A flat batch of dual problems, the arguments of `gemproj._search.solve`; None for defaults."""
+    """Dual problems: K and b (..., t), or coordinates V (..., t, m) and a (..., m); None for defaults."""
 
     of_gram: bool
     rows: np.ndarray
@@ -80,11 +71,6 @@ class Dual(NamedTuple):
     lower: Any = None
     upper: Any = None
     start: Any = None
-
-    def of(self, V: np.ndarray, a: np.ndarray, chosen: np.ndarray, start: np.ndarray) -> Dual:
-        """Return the problems of a mask, in coordinates V and a, with a start for all problems."""
-        given = (self.h, self.lower, self.upper, start)
-        return Dual(False, V, a, *(None if v is None else v[chosen] for v in given))
 
 
 class Unit(NamedTuple):
@@ -173,8 +159,8 @@ def snap(lam: Array, upper: Array) -> Array:
 
 def smallest_pivot(K: Array, rows: Array) -> Array:
     """Return the smallest pivot of K (..., t, t) restricted to the rows of a mask (..., t)."""
-    rest = submatrix(K, rows)
-    xp = namespace(rest)
+    xp = namespace(K)
+    rest = xp.where(rows[..., :, None] & rows[..., None, :], K, identity_like(K))  # with rows of the identity
     smallest = xp.ones_like(rest[..., 0, 0])
     for k in range(K.shape[-1]):
         pivot = rest[..., k, k]
@@ -183,13 +169,6 @@ def smallest_pivot(K: Array, rows: Array) -> Array:
         column = rest[..., :, k]
         rest = rest - column[..., :, None] * (column / pivot[..., None])[..., None, :]
     return smallest
-
-
-def submatrix(K: Array, rows: Array) -> Array:
-    """Return K with the identity in place of the rows and columns outside of a mask (..., t)."""
-    xp = namespace(K)
-    chosen = rows[..., :, None] & rows[..., None, :]
-    return xp.where(chosen, K, identity_like(K))
 
 
 def drop_rows(K: Array, b: Array, off: Array | None = None) -> tuple[Array, Array, Array]:

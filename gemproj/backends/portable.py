@@ -42,7 +42,7 @@ class Portable:
         squares = total[..., t:, t] if whole else zeros(*outer, m)
         xp = namespace(total)
         with problem.without_autocast():
-            for lead, tile in stacked(problem, problem.wide):
+            for lead, tile in stacked(problem):
                 # Views, because for `total[...] += ` torch would copy the sum onto itself.
                 part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
                 part += xp.matmul(tile, xp.matrix_transpose(right))
@@ -80,16 +80,17 @@ def bind(problem: Problem) -> None:
 
 
 def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multipliers (problems, t) and what was found (problems, 4), see `gemproj._search.solve`.
+    """Return the multipliers (..., t) and what was found (..., 4), see `gemproj._search.solve`.
 
     `run` gets the arguments of that function, all arrays in float64 and row-major order.
     """
-    rows, linear = _float64(dual.rows), _float64(dual.linear)
-    count, t = len(linear), rows.shape[1]
-    given = [_NONE if a is None else _float64(a) for a in (dual.h, dual.lower, dual.upper, dual.start)]
+    batch, (t, m) = dual.linear.shape[:-1], dual.rows.shape[-2:]
+    count, shapes = math.prod(batch), [(math.prod(dual.rows.shape[:-2]), t, m), (math.prod(batch), m)]
+    given = zip(dual[1:], [*shapes, *[(count, t)] * 4], strict=True)
+    arrays = [_NONE if a is None else _float64(a.reshape(shape)) for a, shape in given]
     lam, found = np.empty((count, t)), np.empty((count, 4))
-    run(0, count, dual.of_gram, rows, linear, *given, lam, found)
-    return lam, found
+    run(0, count, dual.of_gram, *arrays, lam, found)
+    return lam.reshape((*batch, t)), found.reshape((*batch, 4))
 
 
 def _float64(a: np.ndarray) -> np.ndarray:

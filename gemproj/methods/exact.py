@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,27 +46,22 @@ class Exact(Method):
         if not on_host(device) and lower is None and upper is None and t <= FEW:
             none = xp.zeros(shape[:-1], dtype=xp.int64, device=device)
             return Outcome(solve_few(K, b), none, none)
-        given = [None if a is None else xp.broadcast_to(a, shape) for a in (lower, upper, warm_start)]
-        arrays: list[Any]
-        if on_host(device):
-            arrays = [a if a is None else np.asarray(to_numpy(a), np.float64) for a in (K, b, *given)]
-        else:
-            arrays = fetch([K, b, *given])
-        K = np.reshape(arrays[0], (math.prod(K.shape[:-2]), t, t))
-        linear, *given = (a if a is None else np.reshape(a, (math.prod(shape[:-1]), t)) for a in arrays[1:])
-        dual = Dual(True, K, linear, None, *given)
-        lam, found = search(dual)
-        status = found[:, 0].astype(np.int64)
-        status[found[:, 2] < RESOLVED] |= int(Status.UNRESOLVED)
-        stalled = status >= int(Status.INFEASIBLE)  # lam is a ray
-        lam[stalled], status[stalled] = 0.0, int(Status.STALLED)
-        results = (
-            lam.reshape(shape),
-            found[:, 1].astype(np.int64).reshape(shape[:-1]),
-            status.reshape(shape[:-1]),
-        )
-        lam, *others = (from_numpy(a, xp, device) for a in results)
-        return Outcome(xp.astype(lam, b.dtype, copy=False), *others)
+        given = [K, b, *(a if a is None else xp.broadcast_to(a, shape) for a in (lower, upper, warm_start))]
+        given = [a if a is None else to_numpy(a) for a in given] if on_host(device) else fetch(given)
+        lam, *numbers = outcome(*search(Dual(True, *given[:2], None, *given[2:])))
+        lam, *numbers = (from_numpy(a, xp, device) for a in (lam, *numbers))
+        return Outcome(xp.astype(lam, b.dtype, copy=False), *numbers)
+
+
+def outcome(lam: np.ndarray, found: np.ndarray, resolved: bool = False) -> Outcome:
+    """Return the outcome of `gemproj.backends.search`; `resolved` if dependent rows were seen in G."""
+    status = found[..., 0].astype(np.int64)
+    if not resolved:
+        status[found[..., 2] < RESOLVED] |= int(Status.UNRESOLVED)
+    rays = status >= int(Status.INFEASIBLE)
+    if np.count_nonzero(rays):
+        lam[rays], status[rays] = 0.0, int(Status.STALLED)
+    return Outcome(lam, found[..., 1].astype(np.int64), status)
 
 
 def enumerable(b: Array, options: Any) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from gemproj._arrays import Array
 from gemproj._problem import Problem
@@ -16,20 +21,22 @@ from gemproj.backends.numba.block import HEIGHT
 from gemproj.backends.numba.loops import sum_products, transpose, write_combinations
 from gemproj.backends.numba.search import solve
 from gemproj.backends.numba.threads import cores, share_pieces
-from gemproj.backends.numba.views import copied, flat, is_contiguous, is_plain, is_read, memory, view
 
 __all__ = ["Numba", "bind", "solve"]
 
 # Maximum and minimum number of columns of a piece, the unit of work of a thread. Between these limits a piece
 # has a sixteenth of all columns, so the bits of sums do not depend on the number of threads.
 _PIECE, _LEAST = 1 << 17, 1 << 13
-# Elements of G and g below which a problem is one piece.
-_SMALL = 1 << 17
+# Elements of G and g below which a problem is one piece, and up to which copies of small blocks are kept from
+# stage 1 to stage 3.
+_SMALL, _KEPT = 1 << 17, 1 << 20
 # Minimum number of gradients on one G whose products are summed together.
 _TOGETHER = 12
 # Elements of G and g that are copied at a time, to stay in a second-level cache. Blocks of fewer elements
-# than _SMALL_BLOCK are copied, several of one shape at a time.
+# than _SMALL_BLOCK are copied side by side.
 _COPY, _SMALL_BLOCK = 1 << 17, 1 << 15
+_FLOATS = ["float32", "float64", "torch.float32", "torch.float64", "torch.bfloat16"]
+_DTYPE = attrgetter("dtype")
 
 Part = list[tuple[list[int], int, int]]
 
@@ -39,15 +46,14 @@ def bind(problem: Problem) -> Numba | None:
 
     They read arrays of one dtype, float32, float64 or bfloat16, without a metric.
     """
-    arrays = [*problem.rows, *problem.vector]
-    kinds: set[Any] = {type(a) for a in arrays}
-    if problem.weight is not None or not all(map(is_plain, kinds)):
+    arrays = problem.rows + problem.vector
+    dtypes = set(map(_DTYPE, arrays))
+    if problem.weight is not None or len(dtypes) > 1:
         return None
-    dtypes = {a.dtype for a in arrays}
-    if len(dtypes) > 1 or not is_read(dtypes.pop()) or (problem.shared and not math.prod(problem.batch)):
+    if not all(map(is_read, set(map(type, arrays)), repeat(dtypes.pop()))):
         return None
-    if problem.batch and len(problem.rows) > 1:  # many gradients in blocks
-        return None
+    if problem.batch and (len(problem.rows) > 1 or (problem.shared and not math.prod(problem.batch))):
+        return None  # many gradients in blocks, or none
     try:
         return Numba(problem)
     except (RuntimeError, TypeError):  # tensors without memory of their own
@@ -59,47 +65,44 @@ class Numba:
 
     Attributes
     ----------
-    direct : tuple or None
+    whole : tuple or None
         Arguments of the loops for a single block, if they can read its memory as it is.
     parts : list
-        Otherwise the work that threads share: lists of (blocks, start, stop). Several blocks are small and of
-        one shape; they are copied to be read.
+        Otherwise the work that threads share: lists of (blocks, start, stop). Several blocks are small; they
+        are copied side by side to be read.
     """
 
     name = "numba"
 
     def __init__(self, problem: Problem) -> None:
-        n, t, batch = problem.columns, problem.t, problem.batch
-        self.problems, self.piece = math.prod(batch) if batch else 1, _PIECE
-        if n * (t + 1) >= _SMALL:
+        n, elements = problem.columns, problem.columns * (problem.t + 1)
+        self.problems, self.piece = math.prod(problem.batch), _PIECE
+        if elements >= _SMALL:
             self.piece = min(_PIECE, max(_LEAST, -(-n // (16 * 1024)) * 1024))
-        self._known: dict[tuple[int, int], Any] = {}
-        self.direct = self._in_place(problem, 0, 0) if len(problem.rows) == 1 else None
-        self.parts = self._parts(problem) if self.direct is None else []
+        self._kept: dict[int, Any] | None = {} if elements <= _KEPT else None
+        self.whole = _arguments(*self._block(problem, 0)) if len(problem.rows) == 1 else None
+        self.parts = self._parts(problem) if self.whole is None else []
 
     def gram(self, problem: Problem) -> Gram:
         """Return K, b and |g|^2, summed piece by piece in threads."""
         t, m, n, batch, shared = problem.t, self.problems, problem.columns, problem.batch, problem.shared
         together = -(-max(t, _TOGETHER) // HEIGHT) * HEIGHT if shared else 1
         items, size = -(-m // together), t * t + together * (t + 1)
-        count = len(self.parts) if self.direct is None else -(-n // self.piece)
+        count = len(self.parts) if self.whole is None else -(-n // self.piece)
         totals = np.zeros((max(1, count), items, size))
-        if self.direct is not None:
-            count, arguments = count * items, (*self.direct, m, n, self.piece, t, together, totals)
 
-            def run(begin: int, end: int) -> None:
-                sum_products(begin, end, *arguments)
-        else:
-
-            def run(begin: int, end: int) -> None:
-                for i in range(begin, end):
-                    for _, arrays, p, many, _, here in self._tiles(problem, self.parts[i]):
-                        into = totals[i : i + 1, p : p + many]  # of one problem, for several blocks
-                        count = items if shared else many
-                        sum_products(0, count, *arrays, many, here, here, t, together, into)
+        def run(begin: int, end: int) -> None:
+            if self.whole is not None:
+                sum_products(begin, end, *self.whole, m, n, self.piece, t, together, totals)
+                return
+            for i in range(begin, end):
+                for _, arrays, p, many, _, here in self._tiles(problem, self.parts[i]):
+                    own, into = items if shared else many, totals[i : i + 1, p : p + many]
+                    sum_products(0, own, *arrays, many, here, here, t, together, into)
 
         # Eight products take as long as reading a number.
-        share_pieces(run, count, m * n * (t + 1) * ((9 + t) // 8), lambda: _threads(problem))
+        work = m * n * (t + 1) * ((9 + t) // 8)
+        share_pieces(run, count if self.whole is None else count * items, work, lambda: _threads(problem))
         if (left := len(totals)) > 1:
             with np.errstate(all="ignore"):  # stage 2 raises an error that names the row
                 while left > 16:  # pairwise, to limit rounding
@@ -110,98 +113,91 @@ class Numba:
         if shared:
             K, rest = totals[0, 0, : t * t], totals[0, :, t * t :].reshape((-1, t + 1))[:m]
             return Gram(K.reshape((t, t)), rest[:, :t].reshape((*batch, t)), rest[:, t].reshape(batch))
-        total = totals[0].reshape((*batch, size)) if batch else totals[0, 0]
+        total = totals[0].reshape((*batch, size))
         return Gram(total[..., : t * t].reshape((*batch, t, t)), total[..., t * t : -1], total[..., -1])
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
-        t, m, n = problem.t, self.problems, problem.columns
-        lams = np.array(lam, np.float64).reshape((m, t))
+        m, n = self.problems, problem.columns
+        lams = np.array(lam, np.float64).reshape((m, problem.t))
         try:
-            views = [view(a) for a in x]
+            views = list(map(view, x))
         except (RuntimeError, TypeError):
             portable.Portable().combine(problem, lam, x)
             return
         written = [v if is_contiguous(v) else np.empty(v.shape, v.dtype) for v in views]
-        if self.direct is not None:
-            count, place = m * -(-n // self.piece), written[0].reshape(-1)
-            arguments = *self.direct, m, n, self.piece, lams, place, n
 
-            def run(begin: int, end: int) -> None:
-                write_combinations(begin, end, *arguments)
-        else:
-            count, dtype = len(self.parts), written[0].dtype
+        def run(begin: int, end: int) -> None:
+            if self.whole is not None:
+                to = written[0].reshape(-1)
+                write_combinations(begin, end, *self.whole, m, n, self.piece, lams, to, n)
+                return
+            for part in self.parts[begin:end]:
+                for blocks, arrays, p, many, at, here in self._tiles(problem, part):
+                    if len(blocks) == 1:
+                        size = problem.sizes[blocks[0]]
+                        to = written[blocks[0]].reshape(-1)[p * size + at :]
+                    else:
+                        size, to = here, np.empty(here, written[0].dtype)
+                    write_combinations(0, many, *arrays, many, here, here, lams[p : p + many], to, size)
+                    for k in blocks if len(blocks) > 1 else ():
+                        block, to = to[: problem.sizes[k]], to[problem.sizes[k] :]
+                        written[k][...] = block.reshape(written[k].shape)
 
-            def run(begin: int, end: int) -> None:
-                for part in self.parts[begin:end]:
-                    for blocks, arrays, p, many, at, here in self._tiles(problem, part):
-                        k, size = blocks[0], problem.sizes[blocks[0]]
-                        to = written[k] if len(blocks) == 1 else np.empty((many, *written[k].shape), dtype)
-                        place, own = to.reshape(-1)[p * size + at :], lams[p : p + many]
-                        write_combinations(0, many, *arrays, many, here, here, own, place, size)
-                        if len(blocks) > 1:
-                            for k, block in zip(blocks, to, strict=True):
-                                written[k][...] = block
-
-        share_pieces(run, count, m * n * (t + 2), lambda: _threads(problem))
+        count = len(self.parts) if self.whole is None else m * -(-n // self.piece)
+        share_pieces(run, count, m * n * (problem.t + 2), lambda: _threads(problem))
         for v, made in zip(views, written, strict=True):
             if made is not v:
                 v[...] = made
 
     def _parts(self, problem: Problem) -> list[Part]:
         """Return the parts of a problem; each has about the columns of a piece, or is one block."""
-        small: dict[Any, list[int]] = {}
-        found: list[tuple[list[int], int]] = []  # blocks, and columns that may be read at a time
-        for k, (v, n) in enumerate(zip(problem.vector, problem.sizes, strict=True)):
-            if 0 < n * (problem.t + 1) < _SMALL_BLOCK and len(problem.sizes) > 1:
-                small.setdefault(v.shape, []).append(k)
+        sizes, height, joined, room = problem.sizes, problem.t + 1, list[list[int]](), 0
+        found: list[tuple[list[int], int, int]] = []  # blocks, their columns, and those read at once
+        for k, (v, n) in enumerate(zip(problem.vector, sizes, strict=True)):
+            if 0 < n * height < _SMALL_BLOCK and len(sizes) > 1:
+                if room < n:
+                    joined.append([])
+                    room = max(n, _COPY // height)
+                joined[-1].append(k)
+                room -= n
             elif n:  # a block without a view as a matrix is copied whole: it is one part, to be copied once
                 plain = n <= self.piece or v.ndim == len(problem.batch) + 1
                 plain = plain or (is_contiguous(view(problem.rows[k])) and is_contiguous(view(v)))
-                found.append(([k], self.piece if plain else n))
-        for blocks in small.values():
-            step = _COPY // (problem.sizes[blocks[0]] * (problem.t + 1))
-            found += [(blocks[i : i + step], self.piece) for i in range(0, len(blocks), step)]
+                found.append(([k], n, self.piece if plain else n))
+        for blocks in joined:
+            n = sum([sizes[k] for k in blocks])
+            found.append((blocks, n, n))
         parts: list[Part] = []
         room = 0
-        for blocks, step in found:
-            n = problem.sizes[blocks[0]]
+        for blocks, n, step in found:
             for start in range(0, n, step):
                 stop = min(start + step, n)
-                columns = (stop - start) * len(blocks)
-                if room < columns:
+                if room < stop - start:
                     parts.append([])
-                    room = max(self.piece, columns)
-                room -= columns
+                    room = max(self.piece, stop - start)
+                room -= stop - start
                 parts[-1].append((blocks, start, stop))
         return parts
 
-    def _in_place(self, problem: Problem, k: int, start: int) -> Any:
-        """Return the arguments of the loops for a block from a column on; None if it must be copied."""
-        if (known := self._known.get((k, start))) is not None:
+    def _block(self, problem: Problem, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a block as G (problems, t, n), or (1, t, n) for all problems, and g (problems, n)."""
+        n, m = problem.sizes[k], self.problems
+        G = view(problem.rows[k]).reshape((1 if problem.shared else m, problem.t, n))
+        return G, view(problem.vector[k]).reshape((m, n))
+
+    def _joined(self, problem: Problem, blocks: list[int]) -> Any:
+        """Return the arguments of the loops for copies of small blocks, side by side."""
+        if self._kept and (known := self._kept.get(blocks[0])):
             return known
-        G, g, n = view(problem.rows[k]), view(problem.vector[k]), problem.sizes[k]
-        if not (is_contiguous(G) and is_contiguous(g)):
-            return _arguments(*self._source(problem, [k]), start) if n else None
-        found = flat(G, start), n, 0 if problem.shared else problem.t * n, flat(g, start), n
-        self._known[k, start] = found
+        reshape, concat = problem.xp.reshape, problem.xp.concat
+        some = [(problem.rows[k], problem.vector[k], problem.sizes[k]) for k in blocks]
+        G = concat([a if a.ndim == 2 else reshape(a, (problem.t, n)) for a, _, n in some], axis=1)
+        g = concat([a if a.ndim == 1 else reshape(a, (n,)) for _, a, n in some])
+        found = _arguments(copied(view(G))[None], view(g)[None])  # libraries may keep the order of the blocks
+        if self._kept is not None:
+            self._kept[blocks[0]] = found
         return found
-
-    def _source(self, problem: Problem, blocks: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return a block as G (problems, t, n), or (1, t, n) for all, and g (problems, n).
-
-        Several blocks are copied, as problems of their own.
-        """
-        n, t, k = problem.sizes[blocks[0]], problem.t, blocks[0]
-        if len(blocks) == 1:
-            lead = 1 if problem.shared else self.problems
-            return view(problem.rows[k]).reshape((lead, t, n)), view(problem.vector[k]).reshape(
-                (self.problems, n)
-            )
-        join = problem.xp.concat if problem.vector[k].ndim else problem.xp.stack
-        G, g = problem.xp.concat([problem.rows[k] for k in blocks]), join([problem.vector[k] for k in blocks])
-        G, g = (copied(view(a)) for a in (G, g))  # libraries may keep the order of the blocks
-        return G.reshape((len(blocks), t, n)), g.reshape((len(blocks), n))
 
     def _tiles(self, problem: Problem, part: Part) -> Iterator[tuple[Any, ...]]:
         """Yield blocks, arguments of the loops, problems and columns of tiles that cover a part.
@@ -211,35 +207,95 @@ class Numba:
         t, shared = problem.t, problem.shared
         for blocks, start, stop in part:
             if len(blocks) > 1:
-                yield blocks, _arguments(*self._source(problem, blocks), 0), 0, len(blocks), 0, stop
+                yield blocks, self._joined(problem, blocks), 0, 1, 0, stop
                 continue
-            if (whole := self._in_place(problem, blocks[0], start)) is not None:
-                yield blocks, whole, 0, self.problems, start, stop - start
+            rows, vectors = self._block(problem, blocks[0])
+            if (found := _arguments(rows, vectors, start)) is not None:
+                yield blocks, found, 0, self.problems, start, stop - start
                 continue
-            rows, vectors = self._source(problem, blocks)
-            m = len(vectors)
             width = min(stop - start, max(64, _COPY // (t + (_TOGETHER if shared else 1))))
-            many = m if shared else max(1, _COPY // ((t + 1) * width))
-            columns = memory(rows[0].T) if len(rows) == 1 and t else None
+            many = len(vectors) if shared else max(1, _COPY // ((t + 1) * width))
             for at in range(start, stop, width):
                 here = min(width, stop - at)
-                for p in range(0, m, many):
-                    if columns is None:
-                        some = slice(None) if shared else slice(p, p + many)
-                        tile = copied(rows[some, :, at : at + here])
-                    else:
-                        tile = np.empty((1, t, here), rows.dtype)
-                        transpose(columns[0], columns[1][0], at, tile[0])
+                for p in range(0, len(vectors), many):
+                    tile = _tile(rows if shared else rows[p : p + many], at, here)
                     g = copied(vectors[p : p + many, at : at + here])
-                    yield blocks, _arguments(tile, g, 0), p, len(g), at, here
+                    yield blocks, _arguments(tile, g), p, len(g), at, here
 
 
-def _arguments(rows: np.ndarray, vectors: np.ndarray, start: int) -> Any:
-    """Return the arguments of the loops for columns of a source; None if they cannot read its memory."""
+@lru_cache(maxsize=64)
+def is_read(kind: Any, dtype: Any) -> bool:
+    """Return whether loops read arrays of a type and dtype.
+
+    Subclasses of arrays may store their values in another way, and NumPy names dtypes of the other byte order
+    differently.
+    """
+    of_torch = kind.__module__.startswith("torch") and kind.__name__ in ("Tensor", "Parameter")
+    return (kind is np.ndarray or of_torch) and str(dtype) in _FLOATS
+
+
+def view(a: Array) -> np.ndarray:
+    """Return an array or tensor as a NumPy array that shares its memory; bfloat16 as its bits, uint16.
+
+    Raise a RuntimeError for a tensor that has no memory of its own, or is negated by a flag.
+    """
+    if isinstance(a, np.ndarray):
+        return np.asarray(a)  # for example of a file in memory
+    if a.dtype.itemsize == 2:
+        bits: np.ndarray = a.view(sys.modules["torch"].int16).numpy()
+        return bits.view(np.uint16)
+    seen: np.ndarray = a.numpy()
+    return seen
+
+
+def is_contiguous(a: np.ndarray) -> bool:
+    """Return whether all entries of an array are adjacent, in row-major order, at aligned addresses."""
+    flags = a.flags
+    return flags.c_contiguous and flags.aligned
+
+
+def copied(a: np.ndarray) -> np.ndarray:
+    """Return an array that `is_contiguous`: the given one, or a copy."""
+    return a if is_contiguous(a) else a.copy("C")
+
+
+def memory(a: np.ndarray) -> tuple[np.ndarray, list[int]] | None:
+    """Return the memory of an array, and the steps of its axes in entries.
+
+    The memory has one dimension and is not to be written: numba would compile a loop once for arrays that may
+    be written and once for others. Return None if entries of the last axis are not adjacent.
+    """
+    size, steps = a.itemsize, [stride // a.itemsize for stride in a.strides]
+    if not is_contiguous(a):
+        steps = [step if n > 1 else 0 for n, step in zip(a.shape, steps, strict=True)]
+        adjacent = a.shape[-1] == 1 or a.strides[-1] == size
+        if not (adjacent and a.flags.aligned and min(steps) >= 0) or any(step % size for step in a.strides):
+            return None
+        a = as_strided(a, (1 + sum((n - 1) * step for n, step in zip(a.shape, steps, strict=True)),), (size,))
+    flat = a.reshape(-1)
+    flat.setflags(write=False)
+    return flat, steps
+
+
+def _arguments(rows: np.ndarray, vectors: np.ndarray, start: int = 0) -> Any:
+    """Return the arguments of the loops for G (problems, t, n) and g (problems, n) from a column on.
+
+    Return None if the loops cannot read their memory.
+    """
     if (G := memory(rows)) is None or (g := memory(vectors)) is None:
         return None
     (flat_G, (of_problem, of_row, _)), (flat_g, (of_vector, _)) = G, g
     return flat_G[start:], of_row, of_problem if len(rows) > 1 else 0, flat_g[start:], of_vector
+
+
+def _tile(rows: np.ndarray, at: int, here: int) -> np.ndarray:
+    """Return a copy of some columns of G (problems, t, n); memory in columns of one G is transposed."""
+    columns = memory(rows[0].T) if len(rows) == 1 and rows.shape[1] else None
+    if columns is None:
+        return copied(rows[:, :, at : at + here])
+    tile = np.empty((1, rows.shape[1], here), rows.dtype)
+    transpose(columns[0], columns[1][0], at, tile[0])
+    return tile
 
 
 def _threads(problem: Problem) -> int:

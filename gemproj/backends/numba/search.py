@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
-import numpy as np
-
 from gemproj import _search
-from gemproj._tspace import Dual
 from gemproj.backends import portable
 from gemproj.backends.numba.jit import compile_module
 from gemproj.backends.numba.threads import share_pieces
@@ -64,11 +62,10 @@ _LOOPS = {"dot": _dot, "length": _length, "copy": _copy, "add": _add, "times": _
 _solve = compile_module(_search, {**_LOOPS, "rotate": _rotate}).solve
 
 
-def solve(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
-    """Return the result of `portable.solve`; threads share a large batch."""
+def _run(first: int, last: int, *arguments: Any) -> None:
+    """Solve a batch as `gemproj._search.solve` does; threads share a large one."""
+    work = last * _READS * arguments[1].shape[1] * arguments[1].shape[2]
+    share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, work)
 
-    def run(first: int, last: int, *arguments: Any) -> None:
-        work = last * _READS * arguments[1].shape[1] * arguments[1].shape[2]
-        share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, work)
 
-    return portable.solve(dual, run)
+solve = partial(portable.solve, run=_run)
