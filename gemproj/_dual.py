@@ -237,18 +237,18 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     # Without h, K and b contradict each other: there is no g with G g = b.
     lam, pivots, status = outcome(lam, found, resolved=rows is not None)
     if h is not None and upper is not None:
-        lam = _at_penalty(lam, K, bounds)
+        lam = _at_penalty(lam, K, h, upper)
     sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
     if rows is not None and np.count_nonzero(loses := EPS * found[..., 3] > LOST):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
 
 
-def _at_penalty(lam: Array, K: Array, bounds: Bounds) -> Array:
+def _at_penalty(lam: Array, K: Array, h: Array, upper: Array) -> Array:
     """Return lam, with the penalty for rows of norm zero and h > 0: these stay violated."""
     xp = namespace(lam)
-    void = (xp.linalg.diagonal(K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
-    return xp.where(void, bounds.upper, lam)
+    void = (xp.linalg.diagonal(K) == 0) & (h > 0) & xp.isfinite(upper)
+    return xp.where(void, upper, lam)
 
 
 def _refuse_infeasible(bounds: Bounds, K: np.ndarray, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
@@ -331,7 +331,7 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     if bounds.upper is not None:  # the shift has rounded multipliers at their upper bound
         lam = snap(lam, bounds.upper)
         if bounds.h is not None:
-            lam = _at_penalty(lam, K, bounds)
+            lam = _at_penalty(lam, K, bounds.h, bounds.upper)
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
     numbers = iterations, status  # ints stand for all problems

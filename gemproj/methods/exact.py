@@ -48,7 +48,7 @@ class Exact(Method):
             return Outcome(solve_few(K, b), none, none)
         given = [K, b, *(a if a is None else xp.broadcast_to(a, shape) for a in (lower, upper, warm_start))]
         given = [a if a is None else to_numpy(a) for a in given] if on_host(device) else fetch(given)
-        lam, *numbers = outcome(*search(Dual(True, *given[:2], None, *given[2:])))
+        lam, *numbers = outcome(*search(Dual(True, given[0], given[1], None, *given[2:])))
         lam, *numbers = (from_numpy(a, xp, device) for a in (lam, *numbers))
         return Outcome(xp.astype(lam, b.dtype, copy=False), *numbers)
 

@@ -33,7 +33,7 @@ _SMALL, _KEPT = 1 << 17, 1 << 20
 # Minimum number of gradients on one G whose products are summed together.
 _TOGETHER = 12
 # Elements of G and g that are copied at a time, to stay in a second-level cache. Blocks of fewer elements
-# than _SMALL_BLOCK are copied side by side.
+# than _SMALL_BLOCK are copied, several of one shape at a time.
 _COPY, _SMALL_BLOCK = 1 << 17, 1 << 15
 _FLOATS = ["float32", "float64", "torch.float32", "torch.float64", "torch.bfloat16"]
 _DTYPE = attrgetter("dtype")
@@ -68,8 +68,8 @@ class Numba:
     whole : tuple or None
         Arguments of the loops for a single block, if they can read its memory as it is.
     parts : list
-        Otherwise the work that threads share: lists of (blocks, start, stop). Several blocks are small; they
-        are copied side by side to be read.
+        Otherwise the work that threads share: lists of (blocks, start, stop). Several blocks are small and of
+        one shape; they are copied to be read.
     """
 
     name = "numba"
@@ -134,15 +134,12 @@ class Numba:
                 return
             for part in self.parts[begin:end]:
                 for blocks, arrays, p, many, at, here in self._tiles(problem, part):
-                    if len(blocks) == 1:
-                        size = problem.sizes[blocks[0]]
-                        to = written[blocks[0]].reshape(-1)[p * size + at :]
-                    else:
-                        size, to = here, np.empty(here, written[0].dtype)
-                    write_combinations(0, many, *arrays, many, here, here, lams[p : p + many], to, size)
-                    for k in blocks if len(blocks) > 1 else ():
-                        block, to = to[: problem.sizes[k]], to[problem.sizes[k] :]
-                        written[k][...] = block.reshape(written[k].shape)
+                    first, size = written[blocks[0]], problem.sizes[blocks[0]]
+                    to = first if len(blocks) == 1 else np.empty((many, *first.shape), first.dtype)
+                    place, own = to.reshape(-1)[p * size + at :], lams[p : p + many]
+                    write_combinations(0, many, *arrays, many, here, here, own, place, size)
+                    for k, block in zip(blocks, to, strict=True) if len(blocks) > 1 else ():
+                        written[k][...] = block
 
         count = len(self.parts) if self.whole is None else m * -(-n // self.piece)
         share_pieces(run, count, m * n * (problem.t + 2), lambda: _threads(problem))
@@ -152,31 +149,29 @@ class Numba:
 
     def _parts(self, problem: Problem) -> list[Part]:
         """Return the parts of a problem; each has about the columns of a piece, or is one block."""
-        sizes, height, joined, room = problem.sizes, problem.t + 1, list[list[int]](), 0
-        found: list[tuple[list[int], int, int]] = []  # blocks, their columns, and those read at once
+        sizes, height, small = problem.sizes, problem.t + 1, dict[Any, list[int]]()
+        found: list[tuple[list[int], int]] = []  # blocks, and columns that may be read at a time
         for k, (v, n) in enumerate(zip(problem.vector, sizes, strict=True)):
             if 0 < n * height < _SMALL_BLOCK and len(sizes) > 1:
-                if room < n:
-                    joined.append([])
-                    room = max(n, _COPY // height)
-                joined[-1].append(k)
-                room -= n
+                small.setdefault(v.shape, []).append(k)
             elif n:  # a block without a view as a matrix is copied whole: it is one part, to be copied once
                 plain = n <= self.piece or v.ndim == len(problem.batch) + 1
                 plain = plain or (is_contiguous(view(problem.rows[k])) and is_contiguous(view(v)))
-                found.append(([k], n, self.piece if plain else n))
-        for blocks in joined:
-            n = sum([sizes[k] for k in blocks])
-            found.append((blocks, n, n))
+                found.append(([k], self.piece if plain else n))
+        for blocks in small.values():
+            step = _COPY // (sizes[blocks[0]] * height)
+            found += [(blocks[i : i + step], self.piece) for i in range(0, len(blocks), step)]
         parts: list[Part] = []
         room = 0
-        for blocks, n, step in found:
+        for blocks, step in found:
+            n = sizes[blocks[0]]
             for start in range(0, n, step):
                 stop = min(start + step, n)
-                if room < stop - start:
+                columns = (stop - start) * len(blocks)
+                if room < columns:
                     parts.append([])
-                    room = max(self.piece, stop - start)
-                room -= stop - start
+                    room = max(self.piece, columns)
+                room -= columns
                 parts[-1].append((blocks, start, stop))
         return parts
 
@@ -187,14 +182,14 @@ class Numba:
         return G, view(problem.vector[k]).reshape((m, n))
 
     def _joined(self, problem: Problem, blocks: list[int]) -> Any:
-        """Return the arguments of the loops for copies of small blocks, side by side."""
+        """Return the arguments of the loops for copies of small blocks, as problems of their own."""
         if self._kept and (known := self._kept.get(blocks[0])):
             return known
-        reshape, concat = problem.xp.reshape, problem.xp.concat
-        some = [(problem.rows[k], problem.vector[k], problem.sizes[k]) for k in blocks]
-        G = concat([a if a.ndim == 2 else reshape(a, (problem.t, n)) for a, _, n in some], axis=1)
-        g = concat([a if a.ndim == 1 else reshape(a, (n,)) for _, a, n in some])
-        found = _arguments(copied(view(G))[None], view(g)[None])  # libraries may keep the order of the blocks
+        n, t, count, xp = problem.sizes[blocks[0]], problem.t, len(blocks), problem.xp
+        join = xp.concat if problem.vector[blocks[0]].ndim else xp.stack
+        G, g = xp.concat([problem.rows[k] for k in blocks]), join([problem.vector[k] for k in blocks])
+        G, g = (copied(view(a)) for a in (G, g))  # libraries may keep the order of the blocks
+        found = _arguments(G.reshape((count, t, n)), g.reshape((count, n)))
         if self._kept is not None:
             self._kept[blocks[0]] = found
         return found
@@ -207,7 +202,7 @@ class Numba:
         t, shared = problem.t, problem.shared
         for blocks, start, stop in part:
             if len(blocks) > 1:
-                yield blocks, self._joined(problem, blocks), 0, 1, 0, stop
+                yield blocks, self._joined(problem, blocks), 0, len(blocks), 0, stop
                 continue
             rows, vectors = self._block(problem, blocks[0])
             if (found := _arguments(rows, vectors, start)) is not None:
