@@ -107,12 +107,15 @@ OPTIMIZERS = {
 SECOND_MOMENTS = [name for name in OPTIMIZERS if "Adam" in name and name != "Adamax"]
 
 
-def in_plain_form(G, v, promises, excess, weighted=True, unit=1.0, rate=1.0, metric=None):
-    """Project a gradient or a step: ``G s >= repair (loss - bound)``, of at most ``|g_k| |s|``."""
+def in_plain_form(G, v, promises, excess, weighted=True, unit=1.0, rate=1.0, metric=None, scaled=False):
+    """Project a gradient or a step: ``G s >= repair (loss - bound)``, of at most ``|g_k| |s|``.
+
+    If the optimizer scales the entries of a gradient, it is at most that fraction.
+    """
     weights = torch.ones_like(v) if metric is None else metric
     longest = ((G**2 / weights).sum(1) * (v**2 * weights).sum()).sqrt()
     repair = torch.tensor([one.repair for one in promises], dtype=torch.float64)
-    h = (repair * torch.minimum(excess / rate, longest)).nan_to_num(0.0)
+    h = torch.minimum(repair * excess / rate, (repair if scaled else 1.0) * longest).nan_to_num(0.0)
     penalty = [torch.inf if one.penalty is None else unit * one.penalty for one in promises]
     return project(
         G,
@@ -130,7 +133,7 @@ class Twins:
 
     def __init__(self, name, promises, on):
         make = OPTIMIZERS[name]
-        self.on, self.adam, self.promises = on, name in SECOND_MOMENTS, promises
+        self.name, self.on, self.adam, self.promises = name, on, name in SECOND_MOMENTS, promises
         self.model, self.plain = perceptron(), perceptron()
         self.optimizer, self.other = (
             make([{"params": layer.parameters()} for layer in (model[0], model[2])])
@@ -167,7 +170,12 @@ class Twins:
             model.zero_grad()
             loss(model, rival(SETS[0])).backward()
         if on != "step":
-            give(plain, in_plain_form(G, gradient(plain), self.promises, excess, rate=rate))
+            give(
+                plain,
+                in_plain_form(
+                    G, gradient(plain), self.promises, excess, rate=rate, scaled=self.name != "SGD"
+                ),
+            )
         step = moved(plain, self.other.step)
         if on != "gradient":
             # In units of gradients: times the rate those of steps; Adam's metric has the rate in it.

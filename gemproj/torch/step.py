@@ -89,11 +89,11 @@ class Terms:
         """Return losses minus their bounds, shape (t,), NaN without a bound; None if no row has a bound."""
         return rows.losses - rows.stored - self.tolerance if self.held else None
 
-    def right_hand_side(self, rows: Rows, rate: float, unit: float) -> Any:
+    def right_hand_side(self, rows: Rows, rate: float, unit: float, scaled: bool = False) -> Any:
         """Return h as a function of the Gram matrix of the rows and a vector; None if h is zero.
 
         Along the vector, losses fall by `rate` times its products with the rows. A vector of gradients times
-        `unit` has the unit of this vector.
+        `unit` has the unit of this vector. `scaled` says that the optimizer scales its entries.
         """
         if not self.held and self.compared is False:
             return None
@@ -103,7 +103,7 @@ class Terms:
         excess = self.excess(rows)
         if excess is not None:
             excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # rounding errors
-            wanted = excess / max(rate, _SMALLEST_RATE)
+            wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
             if isinstance(self.tolerance, Tensor):
                 wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
         if self.compared is not False:
@@ -119,9 +119,10 @@ class Terms:
             found = xp.zeros_like(norms)
             if wanted is not None:
                 # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum
-                # of a loss, where the row vanishes.
-                repair = to_numpy(self.repair) if host and isinstance(self.repair, Tensor) else self.repair
-                found = repair * xp.minimum(to_numpy(wanted) if host else wanted, norms * size)
+                # of a loss, where the row vanishes. Where the units of a gradient change, a fraction of it.
+                part = self.repair if scaled else 1.0
+                part = to_numpy(part) if host and isinstance(part, Tensor) else part
+                found = xp.minimum(to_numpy(wanted) if host else wanted, part * norms * size)
             if near is None:
                 return found
             # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient.
@@ -322,7 +323,9 @@ class ProjectedStep:
     def _solve_gradient(self, rows: Rows, held: list[bool]) -> DualSolution:
         """Project the gradient in the scratch buffer."""
         terms, gradient = self._keeper.terms, rows.vector.read_gradient()
-        h = terms.right_hand_side(rows, self.learning_rate() if terms.held else 1.0, 1.0)
+        rate = self.learning_rate() if terms.held else 1.0
+        scaled = not isinstance(self.optimizer, torch.optim.SGD)
+        h = terms.right_hand_side(rows, rate, 1.0, scaled)
         return self._solve("gradient", rows, gradient, held, h, 1.0, None)[0]
 
     def _solve_step(self, rows: Rows, step: Tensor) -> tuple[DualSolution, bool]:
