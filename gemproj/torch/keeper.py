@@ -305,6 +305,7 @@ class KeeperBase:
         self.rows, self._warm, self._changed, self.last = None, {}, True, None
         self._stepped: set[int] = set()  # the optimizers that have used the present rows
         self._noise: Any = None
+        self._sums: tuple[Tensor, Tensor]  # squared norm of the last step, and its products with the rows
         self._begun = self._looks = 0  # steps since attaching, and since the sets have changed
         self._first: list[tuple[Sequence[Any], Tensor]] = []  # names and excesses of the first steps
         self._left_out, self._replaced = set[Hashable](), list[Tensor]()
