@@ -63,7 +63,8 @@ def test_peak_memory_counts_what_is_freed_again(monkeypatch, tmp_path):
 
     call = timing.Call(run)
     if peaks.peak_memory(call) is not None:
-        assert peaks.peak_memory(call) == pytest.approx(size, rel=0.05)
+        # The system may take the large array back after the small one is there.
+        assert 0.95 * size < peaks.peak_memory(call) < 1.35 * size
         assert peaks.peak_memory(timing.Call(lambda: kept.fill(1))) < 0.05 * size
     monkeypatch.setattr(peaks, "PROC", tmp_path / "nothing")
     assert peaks.peak_memory(call) is None
