@@ -18,7 +18,7 @@ from gemproj.torch.data import Collate, PerExample, count, join, leaves_of, move
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise, call_loss, explained
-from gemproj.torch.rows import evaluating, reshard
+from gemproj.torch.rows import evaluating, passes, reshard
 from gemproj.torch.vector import ParameterVector
 
 # Number of examples whose labels are looked at together.
@@ -47,7 +47,7 @@ def examined(
     ------
     ValueError
         If no example has a label; if a loss is not finite, which names the examples by their numbers; if it
-        has the wrong shape, has no gradient, or differs from one evaluation to the next.
+        has the wrong shape or no gradient; or if collation draws random numbers and something is stored.
     """
     kept = KeptSet(name, promise, examples, collate, None, torch.zeros(count(examples), dtype=torch.float64))
     topology, outputs = vector.topology, getattr(loss, "outputs", None)
@@ -61,7 +61,7 @@ def examined(
     values: list[tuple[Tensor, list[int], int]] = []
     try:
         with topology.passes(), evaluating(model, vector.device, topology.collective):
-            for at, weight in _chunks(len(kept), size, most):
+            for at, weight in passes(list(range(len(kept))), size, most):
                 batch, _ = kept.fetch(at, vector.device)
                 stored = None
                 if outputs is not None:
@@ -112,11 +112,12 @@ def scored(
     The unit is the example: the interval is that of the mean of differences from the losses when kept, by
     Student's distribution. On several processes, all of them must call this function.
     """
-    size, topology = microbatch or kept.promise.examples or len(kept), vector.topology
+    topology = vector.topology
     _, (most,) = topology.plan([len(kept)])
+    size = microbatch or kept.promise.examples or most
     losses, then = torch.zeros(len(kept), dtype=torch.float64), kept.losses
     with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
-        for at, weight in _chunks(len(kept), size, most):
+        for at, weight in passes(list(range(len(kept))), size, most):
             batch, outputs = kept.fetch(at, vector.device)
             value = call_loss(loss, model, batch, len(at), outputs).double().cpu()
             losses[at[:weight]] = value[:weight] if value.ndim else value
@@ -151,13 +152,6 @@ def undisturbed(data: Any) -> Iterator[None]:
     finally:
         for one, state in states:
             one.set_state(state)
-
-
-def _chunks(n: int, size: int, most: int) -> Iterator[tuple[list[int], int]]:
-    """Yield indices of `size` of n examples at a time, and how many of them are new; see `rows._passes`."""
-    for start in range(0, most, size):
-        part = list(range(start, min(start + size, n)))
-        yield (part, len(part)) if part else (list(range(min(size, n))), 0)
 
 
 def _labelled(kept: KeptSet, loss: Loss) -> list[int]:

@@ -140,7 +140,7 @@ class Rows:
         """
         topology, t = self.vector.topology, len(draws)
         self.clear()
-        totals, passes = topology.plan([len(draw.at) for draw in draws]) if draws else ([], [])
+        totals, most = topology.plan([len(draw.at) for draw in draws]) if draws else ([], [])
         if topology.collective:
             reshard(model)
         if t > len(self._buffer):  # free the old buffer before allocating a larger one
@@ -153,7 +153,7 @@ class Rows:
 
         def alone(draw: Draw) -> Tensor:
             start, values = time.perf_counter(), self._none
-            for at, weight in _passes(draw.at, microbatch, passes[draw.k]):
+            for at, weight in passes(draw.at, microbatch, most[draw.k]):
                 batch, outputs = draw.kept.fetch(at, self.vector.device)
                 values = call_loss(draw.loss, model, batch, len(at), outputs)
                 self.add(draw.k, values.mean(), topology.weight(weight, totals[draw.k]))
@@ -253,7 +253,7 @@ class Rows:
         self.age += 1
 
 
-def _passes(at: list[int], size: int | None, most: int) -> Iterator[tuple[list[int], int]]:
+def passes(at: list[int], size: int | None, most: int) -> Iterator[tuple[list[int], int]]:
     """Yield the examples, `size` at a time, with their number as weight.
 
     All processes make as many passes as the process with `most` examples; a process with fewer examples
