@@ -138,9 +138,8 @@ PLAIN = Bounds()
 def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Any, ...]:
     """Return b and bounds of the dual problem in standard form, and the shift of the multipliers.
 
-    b becomes ``b - h``, and lower bounds become zero. This is the dual problem of the projection of ``g +
-    G'shift``; equalities without a penalty have no lower
-    bound.
+    b becomes ``b - h``, and lower bounds become zero. This is the dual problem of the projection of
+    ``g + G'shift``; equalities without a penalty have no lower bound.
     """
     xp, lower, upper, shift = namespace(b), bounds.lower, bounds.upper, None
     if lower is not None:

@@ -15,10 +15,10 @@ except ImportError as error:
 
 import torch
 
-from gemproj.torch.data import Collate, map_nested
-from gemproj.torch.keeper import KeeperBase
+from gemproj.torch.data import map_nested
+from gemproj.torch.keeper import CallbackBase
 from gemproj.torch.processes import everyone
-from gemproj.torch.promise import Loss, Promise
+from gemproj.torch.promise import Loss
 from gemproj.torch.step import total_norm
 
 _REFUSED = {
@@ -27,7 +27,7 @@ _REFUSED = {
 }
 
 
-class KeeperCallback(KeeperBase, Callback):
+class KeeperCallback(CallbackBase, Callback):
     """A callback that keeps promises about `data` while a `Trainer` fits something else.
 
     One call of ``Trainer.fit`` is one task. Parameters that are trainable when the fit begins are projected.
@@ -63,25 +63,9 @@ class KeeperCallback(KeeperBase, Callback):
     ...     callback.keep(loader, limit=100)
     """
 
-    _waits = True
     _stage: str | None = None  # of the trainer that runs
     _trainer: Trainer | None = None
     _restored: Mapping[str, Any] | None = None
-
-    def __init__(
-        self,
-        data: Any = None,
-        promise: Promise | Loss | None = None,
-        *,
-        name: Any = None,
-        collate: Collate | None = None,
-        limit: int | None = None,
-        hold_out: float = 0.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(promise, **options)
-        if data is not None:
-            self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the stage, because a checkpoint loaded for evaluation must not change the kept sets."""

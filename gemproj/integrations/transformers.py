@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader
 
 from gemproj.integrations.accelerate import AcceleratedKeeper, file_in, read
 from gemproj.torch.data import Collate
+from gemproj.torch.keeper import CallbackBase
 from gemproj.torch.losses import Distillation
-from gemproj.torch.promise import Loss, Promise
+from gemproj.torch.promise import Promise
 from gemproj.torch.references import write_references
 from gemproj.torch.rows import unwrapped
 from gemproj.torch.step import ProjectedStep
@@ -46,7 +47,7 @@ _HELD = ("held_out", "held_out_low", "held_out_high")
 _FRAMES = 8
 
 
-class KeeperCallback(AcceleratedKeeper, TrainerCallback):
+class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     """A callback that keeps what a model says about `data`, within a bound, while a Trainer teaches it more.
 
     ::
@@ -95,42 +96,16 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         any `on` except "step"; or when it resumes from a checkpoint without ``keeper.pt``.
     """
 
-    _waits = True
+    _usual = Promise(Distillation())
     _remedy = "Pass KeeperCallback(texts): this model does not write texts."
     _named: dict[str, Any] | None = None  # the checkpoint that `load` has read
+    _tools: tuple[Any, ...] | None = None  # tokenizer and training arguments
 
-    def __init__(
-        self,
-        data: Any = None,
-        promise: Promise | Loss | None = None,
-        *,
-        name: Any = None,
-        collate: Collate | None = None,
-        limit: int | None = None,
-        hold_out: float = 0.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(Promise(Distillation()) if promise is None else promise, **options)
-        self._given = promise is not None
-        self._tools: tuple[Any, ...] | None = None  # tokenizer, training arguments
-        if data is not None:
-            self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
-
-    def keep(
-        self,
-        data: Any,
-        promise: Promise | Loss | None = None,
-        *,
-        name: Any = None,
-        collate: Collate | None = None,
-        limit: int | None = None,
-        hold_out: float = 0.0,
-    ) -> None:
-        """Keep examples, now or when training begins; see `KeeperCallback` and `Keeper.keep`."""
-        if self._model is not None and self._tools is not None and collate is None:
-            assert isinstance(self._collate, _Collator)
-            data, collate = _prepared(data, self._model, self._collate, *self._tools)
-        super().keep(data, promise, name=name, collate=collate, limit=limit, hold_out=hold_out)
+    def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
+        if self._tools is None or collate is not None:
+            return data, collate
+        assert isinstance(self._collate, _Collator)
+        return _as_examples(data, self._model, self._collate, *self._tools)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read the state of the keeper from a checkpoint, for the training that begins next.
@@ -297,7 +272,7 @@ def _clip_again(args: Any) -> None:
         args.max_grad_norm = args.max_grad_norm.norm
 
 
-def _prepared(
+def _as_examples(
     data: Any, model: Any, collator: _Collator, tokenizer: Any, args: Any
 ) -> tuple[Any, Collate | None]:
     """Return data of a Trainer's user as `gemproj.torch.Keeper.keep` takes it, with a collate function."""

@@ -60,20 +60,20 @@ def read(
         data = torch.utils.data.Subset(data, chosen)
     chunks, collate = _chunks(data, collate)
     chunks = _ending(chunks, data, limit)
-    if limit is not None:
-        return _sampled(chunks, limit, random), collate
-    found = [owned(chunk) for chunk in chunks if count(chunk)]
+    if limit is None:
+        found = [owned(chunk) for chunk in chunks if count(chunk)]
+    else:
+        found = _sampled(chunks, limit, random)
     if not found:
         raise ValueError("data holds no example. An iterator can be read only once: pass the loader itself.")
     return join(found), collate
 
 
-def _sampled(chunks: Iterable[Any], limit: int, random: torch.Generator) -> Batch:
-    """Return `limit` examples, each with the same probability."""
+def _sampled(chunks: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
+    """Return `limit` examples, one by one, each with the same probability."""
     kept: list[Any] = []
-    listed, seen = False, 0
+    seen = 0
     for chunk in chunks:
-        listed = isinstance(chunk, PerExample)
         for k in range(count(chunk)):
             seen += 1
             slot = len(kept)
@@ -83,9 +83,7 @@ def _sampled(chunks: Iterable[Any], limit: int, random: torch.Generator) -> Batc
                     continue
                 slot = _draw(limit, random)
             kept[slot : slot + 1] = [owned(take(chunk, [k]))]
-    if not kept:
-        raise ValueError("data holds no example. An iterator can be read only once: pass the loader itself.")
-    return join(kept) if not listed else PerExample(itertools.chain(*kept))
+    return kept
 
 
 def _draw(n: int, random: torch.Generator) -> int:

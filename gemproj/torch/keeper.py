@@ -37,6 +37,7 @@ class KeeperBase:
 
     _vector_type: Any = ParameterVector
     _step_type: Any = ProjectedStep
+    _usual = Promise()  # the promise if none is given
     _remedy = "Call keep(examples)."
     _waits = False  # whether `keep` waits for a training that has a model
     _soon = 20  # number of steps after which a rate is judged
@@ -54,8 +55,8 @@ class KeeperBase:
         process_group: Any = None,
     ) -> None:
         self._given = promise is not None
-        self.promise, self.on, self.method = as_promise(promise, Promise()), on, method
-        check_promise(self.promise if self._given else Promise(), method, on)
+        self.promise, self.on, self.method = as_promise(promise, self._usual), on, method
+        check_promise(self.promise, method, on)
         check_count(look, "look", 1)
         if not isinstance(project, bool):
             raise TypeError(f"project must be True or False; found {project!r}.")
@@ -143,6 +144,7 @@ class KeeperBase:
             named = {"name": name, "collate": collate, "limit": limit, "hold_out": hold_out}
             self._pending.append((data, promise, named))
             return
+        data, collate = self._prepared(data, collate)
         if name is None:
             name = next(k for k in itertools.count(len(self.sets)) if k not in self.sets)
         model, before = self._model, self._random.get_state()
@@ -321,12 +323,6 @@ class KeeperBase:
         except Exception:
             self.remove()
             raise
-
-    def _keep_pending(self) -> None:
-        """Keep what `keep` was called with before there was a model."""
-        pending, self._pending = self._pending, []
-        for data, promise, named in pending:
-            self.keep(data, promise, **named)
 
     def _vector_now(self, model: torch.nn.Module) -> ParameterVector:
         """Return the vector of the rows, or another one if the model has other parameters now."""
@@ -542,6 +538,10 @@ class KeeperBase:
         self._commit()
         self.history.close(name)
 
+    def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
+        """Return data as `read` takes it, and the function that makes a batch of its examples."""
+        return data, collate
+
     def _wrapped(self, loss: Loss) -> Loss:
         """Return the loss as the framework computes it, for example in the precision of training."""
         return loss
@@ -679,6 +679,37 @@ class Keeper(KeeperBase):
             process_group=process_group,
         )  # fmt: skip
         self._attach(model, optimizer, scaler=scaler)
+
+
+class CallbackBase(KeeperBase):
+    """Base class of callbacks, which get a model when training begins; until then `keep` waits.
+
+    `data` is kept when the first training begins; `name`, `collate`, `limit` and `hold_out` are those of
+    `keep`, and the other options those of `Keeper`.
+    """
+
+    _waits = True
+
+    def __init__(
+        self,
+        data: Any = None,
+        promise: Promise | Loss | None = None,
+        *,
+        name: Hashable = None,
+        collate: Collate | None = None,
+        limit: int | None = None,
+        hold_out: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(promise, **options)
+        if data is not None:
+            self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
+
+    def _keep_pending(self) -> None:
+        """Keep what `keep` was called with before there was a model."""
+        pending, self._pending = self._pending, []
+        for data, promise, named in pending:
+            self.keep(data, promise, **named)
 
 
 def _divided(kept: KeptSet, share: float, random: torch.Generator) -> KeptSet:
