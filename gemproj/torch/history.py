@@ -44,12 +44,12 @@ class Projection:
         the step raises the loss of this row, to first order.
     noise : Tensor, scalar
         Rounding of the parameters as a cosine.
-    age : int
-        Steps since the rows were computed. In between, losses are updated to first order.
+    ages : list of int
+        Steps since each row was computed. In between, losses are forecast.
     seconds : float
         Host time of the projection of this step, including rows.
     costs : list of float
-        Host time for each row, in seconds.
+        Host time for each row, in seconds; 0 for a row of an earlier step.
     """
 
     names: Sequence[Any]
@@ -58,7 +58,7 @@ class Projection:
     excess: Tensor | None
     cosines: Tensor
     noise: Any
-    age: int
+    ages: Sequence[int]
     seconds: float
     costs: Sequence[float]
     # In t-space, where NumPy is faster than torch; `solution` and `step` convert them to tensors.
@@ -85,6 +85,11 @@ class Projection:
     def step(self) -> DualSolution | None:
         """Multipliers and certificates of the projected step; None with ``on="gradient"``."""
         return None if self._step is None else self._step.to(_as_tensor)
+
+    @property
+    def age(self) -> int:
+        """Steps since the oldest row was computed."""
+        return max(self.ages, default=0)
 
     @property
     def num_violated(self) -> int:
@@ -140,6 +145,8 @@ class Line:
         Largest excess of the loss over its bound, in the unit of the loss; NaN without a tolerance.
     multiplier : float
         Mean multiplier, in units of gradients (of steps with ``on="step"``).
+    looks : int
+        Number of steps in which the row of the promise was computed.
     seconds : float
         Host time spent on the rows of the promise.
     held_out : tuple of three floats, or None
@@ -158,6 +165,7 @@ class Line:
     worst: float = math.nan
     bound: float = math.nan
     steps: int = 0
+    looks: int = 0
     would_break: float = 0.0
     broke: float = 0.0
     excess: float = math.nan
@@ -196,6 +204,11 @@ class History:
         self._pending.append(step)
         if len(self._pending) >= min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2):
             self.count()
+
+    def wait(self, names: Iterable[Any]) -> None:
+        """Count a step under these promises in which nothing was computed."""
+        for name in names:
+            self.lines.setdefault(name, Line(name)).steps += 1
 
     def means(self) -> dict[str, float]:
         """Return numbers to log for the steps since the last call: means, and the worst ones.
@@ -285,7 +298,8 @@ class History:
             line.would_break += float(violated[:, k].sum())
             line.broke += float(broken[:, k].sum())
             line.multiplier += float(np.nan_to_num(lam[:, k]).sum())
-            line.seconds += sum(step.costs[k] for step in pending if step.age == 0)
+            line.seconds += sum(step.costs[k] for step in pending)
+            line.looks += sum(step.ages[k] == 0 for step in pending)
         for k, step in enumerate(pending):
             if self._steps % self._every == 0:
                 pairs = np.stack([losses[k], losses[k] - excess[k]], 1).tolist()

@@ -64,8 +64,9 @@ class SharedPasses:
         ``alone(draw)`` computes a row in its own pass, and returns its losses.
         """
         left: list[Draw] = []
-        for kind, same in groupby(draws, lambda d: (id(d.kept.promise.loss), id(d.kept.collate), len(d.at))):
-            some = list(same)
+        # Rows of a pass are adjacent in the buffer: between them is no row that stays as it is.
+        for (kind, _), same in groupby(enumerate(draws), lambda pair: (_kind(pair[1]), pair[1].k - pair[0])):
+            some = [draw for _, draw in same]
             if len(some) < 2 or not some[0].at or G.vector.topology.collective:
                 left += some
                 continue
@@ -106,6 +107,11 @@ class SharedPasses:
                 reasons.append(str(error))
         self.reason = reasons[0]
         return Plan(None)
+
+
+def _kind(draw: Draw) -> Hashable:
+    """Return what rows of a pass have in common: loss, collate function and number of examples."""
+    return id(draw.kept.promise.loss), id(draw.kept.collate), len(draw.at)
 
 
 def _checked(G: Any, model: nn.Module, draws: Sequence[Draw], plan: Plan, alone: Any) -> Plan:

@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from gemproj._arrays import on_host
 from gemproj._checks import check_count
 from gemproj.methods import AnyMethod, as_method
 from gemproj.torch.data import Collate, read
+from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
 from gemproj.torch.joint import SharedPasses
 from gemproj.torch.keep import examined, scored, undisturbed
@@ -49,7 +50,7 @@ class KeeperBase:
         *,
         on: On = "both",
         method: AnyMethod = "exact",
-        look: int = 1,
+        look: int | Literal["auto"] = 1,
         project: bool = True,
         microbatch: int | None = None,
         process_group: Any = None,
@@ -57,7 +58,10 @@ class KeeperBase:
         self._given = promise is not None
         self.promise, self.on, self.method = as_promise(promise, self._usual), on, method
         check_promise(self.promise, method, on)
-        check_count(look, "look", 1)
+        if isinstance(look, str) and look != "auto":
+            raise ValueError(f"look must be a number of steps or 'auto'; found {look!r}.")
+        if look != "auto":
+            check_count(look, "look", 1)
         if not isinstance(project, bool):
             raise TypeError(f"project must be True or False; found {project!r}.")
         if microbatch is not None:
@@ -75,6 +79,8 @@ class KeeperBase:
         self.rows: Rows | None = None
         self._warm: dict[str, Any] = {}  # by kind of vector: names of the rows, and their multipliers
         self._changed, self.terms = True, Terms()
+        self._forecast = Forecast()
+        self._idle = False  # whether the present step is left alone, because no row was computed
         self._scaler: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,16 +237,20 @@ class KeeperBase:
     def state_dict(self) -> dict[str, Any]:
         """Return the kept sets, the history and the warm start; not the promises and collate functions.
 
+        With ``look="auto"``, the next step looks at all sets, as the one that resumes from the state does.
         ``torch.load(..., weights_only=True)`` can read it if the examples are nestings of tensors, numbers
         and strings. To resume, keep the same sets in the same way, then load the state.
         """
         self._commit()
         warm = {kind: (list(names), torch.as_tensor(lam).cpu()) for kind, (names, lam) in self._warm.items()}
+        if self.look == "auto":
+            self._changed = True  # the next step looks, as that of a training which resumes from the state
         return {
             "sets": [kept.state_dict() for kept in self.sets.values()],
             "random": self._random.get_state(),
             "history": self.history.state_dict(),
             "warm": warm,
+            "forecast": self._forecast.state_dict(),
             "processes": 1 if self.rows is None else self.rows.vector.topology.world,
         }
 
@@ -287,6 +297,8 @@ class KeeperBase:
             )
         self.sets, self._random, self._changed = sets, random, True
         self.history.load_state_dict(state["history"])
+        if "forecast" in state:  # states of earlier versions have none
+            self._forecast.load_state_dict(state["forecast"])
         self._warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}
 
     def _attach(
@@ -397,23 +409,49 @@ class KeeperBase:
             self._renew()
             rows = self.rows
             assert rows is not None
-        due = self._changed or self._looks % self.look == 0
         if self._begun == 0:
             self._begin(model)
+        due = self._due(step, rows)
         self._begun += 1
         self._looks += 1
-        if due:
-            with rows.vector.topology.agreement(facts := self._facts(rows)):
-                draws = self._draws(model)
-                facts["names of sets"] = [draw.kept.name for draw in draws]
-                facts["promises"] = [draw.kept.promise.numbers() for draw in draws]
-            if self._changed:
-                self._joint, self._looks = SharedPasses(), 1
-            if draws:
-                self.terms = Terms.of([draw.kept.promise for draw in draws], rows.vector.device)
-            inner, _ = unwrapped(model)
-            rows.fill(inner, draws, microbatch=self._microbatch, scale=self._scale(), joint=self._joint)
-            self._changed = False
+        self._idle = self.look == "auto" and due is not None and not any(due)
+        if self._idle:
+            rows.wait()
+            self.history.wait(rows.names)
+        if due is not None and not any(due):
+            return
+        with rows.vector.topology.agreement(facts := self._facts(rows)):
+            sets = self._active(model)
+            facts["names of sets"] = names = [kept.name for kept in sets]
+            facts["promises"] = [kept.promise.numbers() for kept in sets]
+            draws = [
+                Draw(kept, kept.draw(self._random), self._wrapped(kept.promise.loss), k)
+                for k, kept in enumerate(sets)
+                if due is None or due[k]
+            ]
+        if self._changed:
+            self._joint, self._looks = SharedPasses(), 1
+        if sets:
+            self.terms = Terms.of([kept.promise for kept in sets], rows.vector.device)
+        (inner, _), scale = unwrapped(model), self._scale()
+        rows.fill(inner, draws, names, microbatch=self._microbatch, scale=scale, joint=self._joint)
+        self._changed = False
+        if self.look == "auto" and self.terms.held:
+            self._forecast.take(rows, due, self.terms.tolerance)
+            rows.vector.read(step._before)
+
+    def _due(self, step: ProjectedStep, rows: Rows) -> list[bool] | None:
+        """Return which rows are computed in a step that begins; None for all, maybe of other sets."""
+        if self.look != "auto":
+            some = not self._changed and self._looks % self.look
+            return [False] * len(rows) if some else None
+        if not len(rows) or not self.terms.held:
+            return None
+        whole = self._changed or bool(step._written)  # the second attempt of a step
+        if whole and rows.vector.topology.world == 1:
+            return None
+        due = self._forecast.due(rows, step._before, self.terms, whole)
+        return None if whole else due
 
     def _begin(self, model: torch.nn.Module) -> None:
         """Say what a training that begins does not protect."""
@@ -422,12 +460,12 @@ class KeeperBase:
         if self.sets:
             _warn_of_statistics(model)
 
-    def _draws(self, model: torch.nn.Module) -> list[Draw]:
-        """Draw examples of each set; leave out sets of other adapters, whose losses cannot move now."""
+    def _active(self, model: torch.nn.Module) -> list[KeptSet]:
+        """Return the sets whose losses can move now: not those of other adapters."""
         adapter, found = _adapter(unwrapped(model)[0]), []
         for name, kept in self.sets.items():
             if kept.adapter == adapter:
-                found.append(Draw(kept, kept.draw(self._random), self._wrapped(kept.promise.loss)))
+                found.append(kept)
             elif name not in self._left_out:
                 self._left_out.add(name)
                 warnings.warn(
@@ -494,8 +532,8 @@ class KeeperBase:
             excess=self.terms.excess(rows),
             cosines=torch.where(sizes > 0, products / sizes, 0.0),
             noise=16 * eps + self._noise / square.sqrt().clamp(min=1e-30),
-            age=rows.age,
-            seconds=seconds + (0.0 if rows.age else sum(rows.seconds)),
+            ages=rows.ages,
+            seconds=seconds + sum(rows.seconds),
             costs=rows.seconds,
             _solution=gradient,
             _step=solution,
@@ -623,8 +661,11 @@ class Keeper(KeeperBase):
         with momentum, adaptive rates and weight decay.
     method : str, Method or callable, default "exact"
         The solver, as in `gemproj.project`. Multipliers of one step start the next.
-    look : int, default 1
-        Rows are computed in every so many steps. In between, losses are updated to first order.
+    look : int or "auto", default 1
+        When rows are computed: in every so many steps, between which losses are updated to first order; or
+        with "auto", for each set when its loss may pass its bound in the next step, as far as a forecast can
+        tell, and after 64 steps at the latest. A step in which no row is computed is left alone. Sets whose
+        promise has no tolerance, or has a weight, then have their rows computed in every step.
     project : bool, default True
         Whether to change gradients and steps. If False, the report says what a projection would have done.
     microbatch : int, optional
@@ -668,7 +709,7 @@ class Keeper(KeeperBase):
         *,
         on: On = "both",
         method: AnyMethod = "exact",
-        look: int = 1,
+        look: int | Literal["auto"] = 1,
         project: bool = True,
         microbatch: int | None = None,
         scaler: Any = None,

@@ -94,10 +94,10 @@ class Rows:
     losses, stored : Tensor, shape (t,), float64
         The loss of each row, which `follow` updates to first order after a step; and the loss of the same
         examples when they were kept.
+    ages : list of int
+        Number of steps since each row was computed.
     seconds : list of float
-        The time spent on each row, measured on the host.
-    age : int
-        Number of steps since the rows were computed.
+        Host time spent on each row in this step, 0 for a row of an earlier step.
     """
 
     def __init__(self, vector: ParameterVector) -> None:
@@ -117,17 +117,19 @@ class Rows:
 
     def clear(self) -> None:
         """Drop all rows, but keep the buffer."""
-        self._count = self.age = 0
+        self._count = 0
         self.norms: Tensor | None = None
         self.names: list[Any] = []
         self.reached = [False] * len(self.vector.parameters)
         self.losses = self.stored = self._none
+        self.ages: list[int] = []
         self.seconds: list[float] = []
 
     def fill(
         self,
         model: torch.nn.Module,
         draws: Sequence[Draw],
+        names: Sequence[Any] | None = None,
         *,
         microbatch: int | None = None,
         scale: float = 1.0,
@@ -135,11 +137,20 @@ class Rows:
     ) -> None:
         """Compute the gradients of the mean losses on the drawn examples, averaged over all processes.
 
-        Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows in one
-        pass.
+        With `names`, those of all rows, the draws are of some of them, and the others stay; an error drops
+        all rows. Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows
+        in one pass.
         """
-        topology, t = self.vector.topology, len(draws)
+        topology = self.vector.topology
+        if names is None:
+            names = [draw.kept.name for draw in draws]
+            for k, draw in enumerate(draws):
+                draw.k = k
+        t, losses, then, ages, reached = len(names), self.losses, self.stored, self.ages, self.reached
         self.clear()
+        whole = len(draws) == t
+        if not whole:
+            self.reached = reached
         totals, most = topology.plan([len(draw.at) for draw in draws]) if draws else ([], [])
         if topology.collective:
             reshard(model)
@@ -147,16 +158,17 @@ class Rows:
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
             self._buffer = self._buffer.new_empty((t, self.vector.d))
         self._scale, self._written = scale, set[int]()
-        self._found, self.seconds = [self._none.new_zeros(1)] * t, [0.0] * t
-        for k, draw in enumerate(draws):
-            draw.k, draw.weight = k, topology.weight(len(draw.at), totals[k])
+        self._found, self.seconds = dict[int, Tensor](), [0.0] * t
+        counts = {draw.k: pair for draw, *pair in zip(draws, totals, most, strict=True)}
+        for draw in draws:
+            draw.weight = topology.weight(len(draw.at), counts[draw.k][0])
 
         def alone(draw: Draw) -> Tensor:
-            start, values = time.perf_counter(), self._none
-            for at, weight in passes(draw.at, microbatch, most[draw.k]):
+            start, values, (total, most) = time.perf_counter(), self._none, counts[draw.k]
+            for at, weight in passes(draw.at, microbatch, most):
                 batch, outputs = draw.kept.fetch(at, self.vector.device)
                 values = call_loss(draw.loss, model, batch, len(at), outputs)
-                self.add(draw.k, values.mean(), topology.weight(weight, totals[draw.k]))
+                self.add(draw.k, values.mean(), topology.weight(weight, total))
             self.seconds[draw.k] = time.perf_counter() - start
             return values.detach()
 
@@ -164,23 +176,30 @@ class Rows:
             left, start = draws, time.perf_counter()
             if joint is not None:
                 left = joint.fill(self, model, draws, alone, microbatch or 2**62)
-            shared = set(range(t)) - {draw.k for draw in left}
+            shared = counts.keys() - {draw.k for draw in left}
             spent = time.perf_counter() - start - sum(self.seconds)
             for k in shared:  # each row of a shared pass took an equal part of its time
                 self.seconds[k] += spent / len(shared)
             for draw in left:
                 alone(draw)
-        stored = [draw.stored() * draw.weight if len(draw.at) else 0.0 for draw in draws]
-        for k in set(range(t)) - self._written:  # rows without local examples add zero
+        for k in counts.keys() - self._written:  # rows without local examples add zero
             self._buffer[k].zero_()
-        G = self._buffer[:t]
-        if scale != 1.0:
-            G.div_(scale)
-        self.reached = topology.reduce(G, self.reached)
-        if t:
-            then = torch.tensor(stored, dtype=self._none.dtype, device=self._none.device)
-            self.losses, self.stored = topology.sum_values(torch.stack([torch.cat(self._found), then]))
-        self._count, self.names = t, [draw.kept.name for draw in draws]
+        # Rows of several processes are summed; those of earlier steps are sums already.
+        mine = [self._buffer[:t]] if whole else [self._buffer[k] for k in counts]
+        for part in mine:
+            if scale != 1.0:
+                part.div_(scale)
+            self.reached = topology.reduce(part, self.reached)
+        if draws:
+            stored = [draw.stored() * draw.weight if len(draw.at) else 0.0 for draw in draws]
+            now = torch.cat([self._found.get(k, self._none.new_zeros(1)) for k in counts])
+            found = topology.sum_values(torch.stack([now, now.new_tensor(stored)]))
+            if not whole:
+                at = torch.tensor(list(counts), device=found.device)
+                found = torch.stack([losses, then]).index_copy(1, at, found)
+            self.losses, self.stored = found
+        self.ages = [0 if k in counts else ages[k] for k in range(t)]
+        self._count, self.names = t, list(names)
 
     def add(self, k: int, loss: Tensor, weight: float) -> None:
         """Add the gradient of ``weight * loss`` to row k, and the loss with the same weight."""
@@ -250,7 +269,11 @@ class Rows:
     def follow(self, products: Tensor) -> None:
         """Update the losses to first order after a step with these products."""
         self.losses = self.losses - products  # a new tensor, because statistics hold the old one
-        self.age += 1
+        self.wait()
+
+    def wait(self) -> None:
+        """Count a step in which no row is computed."""
+        self.ages, self.seconds = [age + 1 for age in self.ages], [0.0] * len(self)
 
 
 def passes(at: list[int], size: int | None, most: int) -> Iterator[tuple[list[int], int]]:

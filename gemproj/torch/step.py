@@ -251,7 +251,7 @@ class ProjectedStep:
     def project_gradient(self) -> None:
         """Project the gradient, clip it, and copy the parameters; a projected gradient is left alone."""
         start, keeper = time.perf_counter(), self._keeper
-        rows: Rows | None = keeper.rows if keeper.rows is not None and len(keeper.rows) else None
+        rows: Rows | None = None if keeper._idle or not len(keeper.rows or ()) else keeper.rows
         self._rows = rows
         if rows is None:
             self._clip()

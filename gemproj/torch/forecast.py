@@ -1,0 +1,121 @@
+"""Forecasts of losses, from which ``look="auto"`` decides when the row of a set is computed again.
+
+After a way u from the weights of its last look, a loss is forecast to second order::
+
+    loss + row . u + c |u|^2,    c = (loss - stored) / |w|^2,
+
+where w is the way from the weights where the loss was stored to those of the last look. The divergence from
+stored outputs is zero there, and so is its gradient: a row of that time says nothing, and c is the curvature
+along the way that was taken. The forecast is exact for a quadratic loss along a line. It needs no copy of
+weights: u is measured from the copy that the last projected step has made, and |w| is a sum of such lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemproj.torch.rows import Rows
+from gemproj.torch.vector import Buffer
+
+# A row is computed again after so many steps at the latest.
+_MOST_STEPS = 64
+# The first safety; how much of what is above one is left after a look; and its largest value.
+_SAFETY, _DECAY, _MOST_SAFETY = 1.5, 0.9, 4.0
+# Errors of a forecast are relative to the forecast, or to this fraction of the tolerance if it is smaller.
+_SMALL = 0.1
+# What is known about each row, one after the other; those of a new row.
+_NEW = torch.tensor([[0.0], [0.0], [_SAFETY], [0.0], [0.0], [0.0]], dtype=torch.float64)
+
+
+class Forecast:
+    """Forecasts of the losses of all rows. On a device, nothing waits for its numbers.
+
+    Attributes
+    ----------
+    names : list
+        The set of each row.
+    known : Tensor, shape (6, t)
+        By row: the loss at its last look, above its stored value; the way |w| from where it was stored to
+        this look; the safety; and since the look the rise to first order, the way up to the last projected
+        step, and the number of steps.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[Any] = []
+        self.known = _NEW[:, :0]
+        self._copied: tuple[Tensor, Any] | None = None  # which rows are due, on their way to the host
+
+    def due(self, rows: Rows, before: Buffer, terms: Any, whole: bool) -> list[bool]:
+        """Return which rows are computed again in a step that begins, and update the losses of all rows.
+
+        A row is computed again if its loss may pass the bound in this step. `before` holds the parameters
+        at the beginning of the last projected step. All rows are due if any process says `whole`.
+        """
+        topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
+        square, products = rows.products(rows.vector.read_step(before))
+        _, way, safety, rise, since, steps = self.known
+        steps += 1
+        self._rise, self._since = rise - products, since + square.sqrt()
+        self._now = self._ahead(0)
+        rows.losses = rows.stored + self._now
+        ahead = 2 if late else 1
+        kept = safety * self._ahead(ahead) <= terms.tolerance  # False without a tolerance
+        # Beyond twice the way from which it comes, the curvature is a guess.
+        near = self._since * (1.0 + ahead / steps) <= way
+        # With a weight, the row is a part of every step.
+        flags = ~(kept & near & (steps + ahead <= _MOST_STEPS)) | (terms.weight > 0.0) | whole
+        if topology.world > 1:  # rounding may differ between processes, and all must do the same
+            flags = topology.sum_values(flags.to(square.dtype)) > 0.0
+        if not late:
+            return flags.tolist()
+        # Flags are read in the next step, when they have been on the host for long: nothing waits.
+        had, event = self._copied, torch.cuda.Event()
+        self._copied = flags.to("cpu", non_blocking=True), event
+        event.record(torch.cuda.current_stream(rows.vector.device))
+        if had is None or whole:
+            return [True] * len(rows)
+        had[1].synchronize()
+        return had[0].tolist()
+
+    def _ahead(self, steps: int) -> Tensor:
+        """Return the losses above their stored values after so many more steps like those since the look."""
+        excess, way, _, _, _, age = self.known
+        longer = 1.0 + steps / age
+        curvature = torch.where(way > 0.0, excess.clamp(min=0.0) / way**2, 0.0)
+        rise = torch.where(self._rise > 0.0, self._rise * longer, self._rise)
+        return excess + rise + curvature * (self._since * longer) ** 2
+
+    def take(self, rows: Rows, due: Sequence[bool] | None, tolerance: Any) -> None:
+        """Take the losses of the rows that are due, and learn from the errors of their forecasts.
+
+        None stands for all rows, which may be those of other sets than before: then nothing is learned.
+        """
+        found = rows.losses - rows.stored
+        if due is None:
+            at = {name: k for k, name in enumerate(self.names)}
+            every = torch.cat([self.known.to(_NEW), _NEW], dim=1)
+            _, way, safety, _, since, _ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
+            self.names, self._copied, none = list(rows.names), None, torch.zeros_like(found)
+            self.known = torch.stack([found, way + since, safety, none, none, none])
+            return
+        _, way, safety, _, _, steps = self.known
+        expected = self._now.maximum(torch.as_tensor(_SMALL * tolerance)).clamp(min=1e-30)
+        error = (found / expected).clamp(max=_MOST_SAFETY)
+        safer, none = error.maximum(1.0 + _DECAY * (safety - 1.0)), torch.zeros_like(found)
+        # A mean of the drawn examples has an error of its own, and so has the forecast: their mean has less.
+        mean = torch.where(way > 0.0, 0.5 * (found + self._now), found)
+        fresh = [mean, way + self._since, safer, none, none, none]
+        old = [self.known[0], way, safety, self._rise, self._since, steps]
+        self.known = torch.where(torch.tensor(due, device=found.device), torch.stack(fresh), torch.stack(old))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known about the rows, by name."""
+        return {"names": list(self.names), "known": self.known.cpu()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state returned by `state_dict`."""
+        self.names, self.known = list(state["names"]), state["known"].clone()
