@@ -49,6 +49,10 @@ class Forecast:
         self.known = _NEW[:, :0]
         self._copied: tuple[Tensor, Any] | None = None  # which rows are due, on their way to the host
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copying and pickling."""
+        return self.__dict__ | {"_copied": None}
+
     def due(self, rows: Rows, before: Buffer, terms: Any, whole: bool) -> list[bool]:
         """Return which rows are computed again in a step that begins, and update the losses of all rows.
 
@@ -104,7 +108,7 @@ class Forecast:
             return
         _, way, safety, _, _, steps = self.known
         expected = self._now.maximum(torch.as_tensor(_SMALL * tolerance)).clamp(min=1e-30)
-        error = (found / expected).clamp(max=_MOST_SAFETY)
+        error = (found / expected).clamp(max=_MOST_SAFETY).nan_to_num(0.0)  # NaN without a tolerance
         safer, none = error.maximum(1.0 + _DECAY * (safety - 1.0)), torch.zeros_like(found)
         # A mean of the drawn examples has an error of its own, and so has the forecast: their mean has less.
         mean = torch.where(way > 0.0, 0.5 * (found + self._now), found)

@@ -1,0 +1,331 @@
+"""When rows are computed: a step of ``look="auto"`` needs none while no loss is forecast to pass its bound."""
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from models import EACH, SAID, flat, loss, perceptron, rival, task  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from gemproj.torch import Keeper, Promise  # noqa: E402
+
+MOST = 64  # steps between two looks
+
+
+class Looks:
+    """A loss that notes the steps in which it is computed."""
+
+    def __init__(self, loss, clock):
+        self.loss, self.clock, self.steps = loss, clock, []
+        if hasattr(loss, "outputs"):
+            self.outputs = loss.outputs
+
+    def __call__(self, *args):
+        if not self.steps or self.steps[-1] != self.clock[0]:
+            self.steps.append(self.clock[0])
+        return self.loss(*args)
+
+
+class Training:
+    """Learns other labels for the points of the kept sets, and notes the steps in which each set is looked at."""
+
+    def __init__(self, look="auto", make=torch.optim.AdamW, rate=3e-3, sets=None, seed=0, **options):
+        self.model, self.clock, self.losses = perceptron(seed=seed), [-1], {}
+        self.optimizer = make(self.model.parameters(), lr=rate)
+        self.keeper = None
+        if look is not None:
+            self.keeper = Keeper(self.model, self.optimizer, look=look, **options)
+            for name, promise in ({0: Promise(SAID, tolerance=0.05)} if sets is None else sets).items():
+                of = self.losses[name] = Looks(promise.loss, self.clock)
+                given = {key: getattr(promise, key) for key in ("examples", "weight", "tolerance", "repair")}
+                self.keeper.keep([task(1, 32)], Promise(of, **given), name=name)
+
+    def run(self, steps, found=None):
+        """Take some steps; return the weights after each of them."""
+        weights = []
+        for _ in range(steps):
+            self.clock[0] += 1
+            self.optimizer.zero_grad()
+            loss(self.model, rival(task(100 + self.clock[0], 16))).backward()
+            self.optimizer.step()
+            weights.append(flat(self.model))
+        return torch.stack(weights)
+
+    def looks(self, name=0):
+        """Return the steps in which a set was looked at."""
+        return [step for step in self.losses[name].steps if step >= 0]
+
+
+# --- what a promise far from its bound costs -----------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("of", [SAID, EACH], ids=["divergence", "cross-entropy"])
+def test_far_from_the_bound_few_steps_look_and_all_are_those_without_a_keeper(of, make):
+    promise = Promise(of, tolerance=100.0)
+    plain, auto = Training(None, make), Training("auto", make, sets={0: promise})
+    assert torch.equal(plain.run(150), auto.run(150))
+    looks, line = auto.looks(), auto.keeper.report()[0]
+    assert looks[:2] == [0, 1]  # where a divergence is stored, its row is zero and tells nothing
+    assert len(looks) < 20
+    assert (line.steps, line.looks) == (150, len(looks))
+
+
+def test_no_more_than_64_steps_are_between_two_looks():
+    auto = Training(rate=1e-6, sets={0: Promise(SAID, tolerance=100.0)})
+    auto.run(300)
+    looks = auto.looks()
+    apart = [b - a for a, b in zip(looks, [*looks[1:], 300], strict=True)]
+    assert max(apart) == MOST
+    assert apart.count(MOST) > 1
+
+
+# --- what is promised ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+@pytest.mark.parametrize(("make", "rate"), [(torch.optim.SGD, 0.03), (torch.optim.AdamW, 3e-3)])
+def test_the_bound_is_held_as_with_a_look_in_every_step(make, rate, on):
+    """Without a keeper the loss ends far above its bound; all examples are in each row, and none is left to chance."""
+    tolerance, kept, worst = 0.05, task(1, 32), {}
+    for look in (None, 1, "auto"):
+        sets = {0: Promise(SAID, examples=None, tolerance=tolerance)}
+        training = Training(look, make, rate, sets, on=on)
+        stored = SAID.outputs(training.model, kept)
+        worst[look] = 0.0
+        for _ in range(150):
+            training.run(1)
+            with torch.no_grad():
+                excess = float(SAID(training.model, kept, stored).mean()) - tolerance
+            worst[look] = max(worst[look], excess)
+    assert worst[None] > 2 * tolerance
+    # A look in every step holds most bounds to rounding: then 2 % of the tolerance are the measure.
+    assert worst["auto"] <= 1.5 * max(worst[1], 0.02 * tolerance)
+    assert len(training.looks()) < 150
+
+
+def test_promises_without_a_tolerance_or_with_a_weight_look_in_every_step():
+    sets = {
+        "never up": Promise(EACH),
+        "replayed": Promise(EACH, weight=0.1, tolerance=100.0),
+        "far": Promise(EACH, tolerance=100.0),
+    }
+    training = Training(sets=sets)
+    training.run(40)
+    assert training.looks("never up") == training.looks("replayed") == list(range(40))
+    assert len(training.looks("far")) < 20
+
+
+def test_without_any_tolerance_training_is_that_with_a_look_in_every_step():
+    every, auto = (
+        Training(look, sets={0: Promise(EACH), 1: Promise(EACH, weight=0.1)}) for look in (1, "auto")
+    )
+    assert torch.equal(every.run(30), auto.run(30))
+
+
+def test_sets_look_one_by_one():
+    """The rows of both are computed by themselves, and a row stays as it is while only the other one is."""
+    training = Training(sets={"near": Promise(SAID, tolerance=0.01), "far": Promise(SAID, tolerance=1.0)})
+    moved, before = {"near": 0, "far": 0}, None
+    for _ in range(100):
+        training.run(1)
+        now = training.keeper.rows.G.clone()
+        if before is not None:
+            for k, name in enumerate(moved):
+                looked = training.looks(name)[-1] == training.clock[0]
+                assert torch.equal(now[k], before[k]) is not looked
+                moved[name] += looked
+        before = now
+    assert 0 < moved["far"] < moved["near"] / 2
+    lines = training.keeper.report()
+    assert lines["near"].looks == len(training.looks("near"))
+    assert lines["far"].steps == lines["near"].steps == 100
+
+
+def test_rows_of_some_sets_are_those_of_all_sets_also_in_a_shared_pass():
+    """Of four sets the first, the second and the last are due: two adjacent rows may share a pass."""
+    every = Training(1, sets={k: Promise(EACH, examples=None, tolerance=1.0) for k in range(4)})
+    every.run(1)
+    keeper = every.keeper
+    before = keeper.rows.G.clone()
+    with torch.no_grad():
+        for p in every.model.parameters():
+            p.add_(0.1)
+    names, inner = list(keeper.rows.names), every.model
+    draws = keeper_draws(keeper)
+    keeper.rows.fill(inner, draws, names, joint=keeper._joint)
+    expected, losses = keeper.rows.G.clone(), keeper.rows.losses
+    keeper.rows.G.copy_(before)
+    keeper.rows.ages = [5] * 4
+    some = [draws[k] for k in (0, 1, 3)]
+    keeper.rows.fill(inner, some, names, joint=keeper._joint)
+    torch.testing.assert_close(keeper.rows.G[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-12, atol=1e-15)
+    assert torch.equal(keeper.rows.G[2], before[2])
+    torch.testing.assert_close(keeper.rows.losses[[0, 1, 3]], losses[[0, 1, 3]])
+    assert keeper.rows.ages == [0, 0, 5, 0]
+
+
+def keeper_draws(keeper):
+    from gemproj.torch.memory import Draw
+
+    sets = keeper.sets.values()
+    return [Draw(kept, kept.draw(keeper._random), kept.promise.loss, k) for k, kept in enumerate(sets)]
+
+
+def test_after_a_look_that_failed_the_next_step_looks_at_all_sets():
+    training = Training(sets={k: Promise(EACH, tolerance=100.0) for k in range(2)})
+    training.run(3)
+
+    class Broken(Exception):
+        pass
+
+    def fails(*args):
+        raise Broken
+
+    of, training.losses[1].loss = training.losses[1].loss, fails
+    with pytest.raises(Broken):
+        training.run(MOST + 1)
+    training.losses[1].loss = of
+    training.run(1)
+    assert training.looks(0)[-1] == training.looks(1)[-1] == training.clock[0]
+    assert len(training.keeper.rows) == 2
+
+
+# --- the forecast --------------------------------------------------------------------------------
+
+
+class Quadratic:
+    """Half the squared distance of a weight from where it was stored, times two."""
+
+    def outputs(self, model, batch):
+        return model.weight.detach().clone().reshape(1, -1).expand(len(batch), -1)
+
+    def __call__(self, model, batch, outputs):
+        return (model.weight - outputs).square().sum(1)
+
+
+def test_the_forecast_of_a_quadratic_loss_along_a_line_is_exact():
+    """The weight moves by .01 in each step, so that the loss is that number squared."""
+    model = nn.Linear(4, 1, bias=False, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    keeper = Keeper(model, optimizer, Promise(Quadratic(), tolerance=0.09), look="auto")
+    start, way = model.weight.detach().clone(), torch.tensor([[0.6, 0.0, -0.8, 0.0]], dtype=torch.float64)
+    keeper.keep([torch.ones(3, 4, dtype=torch.float64)])
+    forecasts = 0
+    for step in range(40):
+        model.weight.grad = -0.01 * way
+        now = float((model.weight.detach() - start).square().sum())
+        looked = keeper.report()[0].looks
+        optimizer.step()
+        if step > 1 and keeper.report()[0].looks == looked:
+            assert float(keeper.rows.losses) == pytest.approx(now, rel=1e-9)
+            forecasts += 1
+    assert forecasts > 10
+    assert float((model.weight.detach() - start).norm()) == pytest.approx(0.3, rel=1e-6)
+
+
+# --- to the same step ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [1, 2, 23, 60])
+def test_a_training_that_resumes_takes_the_steps_of_the_one_that_saved(stop):
+    sets = {"a": Promise(SAID, examples=8, tolerance=0.05), "b": Promise(EACH, examples=8, tolerance=0.1)}
+    whole, part = Training(sets=sets), Training(sets=sets)
+    whole.run(stop)
+    state = whole.keeper.state_dict(), whole.model.state_dict(), whole.optimizer.state_dict()
+    keeper, model, optimizer = torch.load(_saved(state), weights_only=True)
+    after = whole.run(40)
+    part.model.load_state_dict(model)
+    part.optimizer.load_state_dict(optimizer)
+    part.keeper.load_state_dict(keeper)
+    part.clock[0] = stop - 1
+    assert torch.equal(part.run(40), after)
+    for name in sets:
+        assert part.looks(name) == [step for step in whole.looks(name) if step >= stop]
+        assert len(part.looks(name)) < 40
+
+
+def _saved(state):
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def _two(rank, world, folder):
+    """Train on one of two processes, each with half of the examples, and alone with all of them."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    part = slice(rank, None, world)
+    group = dist.new_subgroups(1)[0]
+    found = []
+    for mine, options in ((part, {}), (slice(None), {"process_group": group})):
+        model = perceptron()
+        whole = DistributedDataParallel(model) if mine is part else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        keeper = Keeper(whole, optimizer, look="auto", **options)
+        for name, tolerance in (("a", 0.02), ("b", 0.2)):
+            promise = Promise(SAID, examples=None, tolerance=tolerance)
+            keeper.keep([tuple(leaf[mine] for leaf in task(1, 32))], promise, name=name)
+        looks = []
+        for step in range(60):
+            optimizer.zero_grad()
+            loss(whole, tuple(leaf[mine] for leaf in rival(task(100 + step, 16)))).backward()
+            optimizer.step()
+            lines = keeper.history.lines
+            keeper._commit()
+            keeper.history.count()
+            looks.append([lines[name].looks for name in ("a", "b")])
+        found.append((looks, flat(model)))
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_look_in_the_steps_of_one_with_all_examples(tmp_path):
+    mp.spawn(_two, (2, str(tmp_path)), nprocs=2)
+    both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    (looks, weights), (expected, alone) = both[0]
+    assert looks == both[1][0][0] == expected
+    assert looks[-1][1] < looks[-1][0] < 60  # or there would have been nothing to decide
+    assert torch.equal(weights, both[1][0][1])
+    torch.testing.assert_close(weights, alone, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["Accelerate", "Transformers", "Lightning"])
+def test_a_framework_looks_in_the_steps_of_a_plain_loop(name, tmp_path):
+    import frameworks
+
+    promise = Promise(EACH_OF_MAPPING, examples=None, tolerance=0.5)
+    kind, trained = getattr(frameworks, name), []
+    for one in (kind, frameworks.Plain):
+        options = {"like": kind} if one is frameworks.Plain else {}
+        driver = one(tmp_path / one.__name__, promise, look="auto", on="both", **options)
+        for k in range(2):
+            driver.train(frameworks.batches(k, 40))
+            driver.keep(frameworks.batches(k))
+        looks = [(line.looks, line.steps) for line in driver.keeper.report().values()]
+        trained.append((looks, flat(driver.model)))
+    (looks, weights), (expected, plain) = trained
+    assert looks == expected
+    assert 1 < looks[0][0] < looks[0][1]
+    torch.testing.assert_close(weights, plain, rtol=0, atol=1e-9)
+
+
+EACH_OF_MAPPING = type(EACH)(lambda model, batch: model(batch["x"]), labels="y")
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", ["sometimes", 0, -1, 1.5, None])
+def test_what_look_may_be(look):
+    model = perceptron()
+    with pytest.raises((ValueError, TypeError), match=r"^look must be"):
+        Keeper(model, torch.optim.SGD(model.parameters(), lr=0.1), look=look)
