@@ -88,8 +88,9 @@ def test_no_more_than_64_steps_are_between_two_looks():
 # --- what is promised ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on", ["gradient", "step", "both"])
-@pytest.mark.parametrize(("make", "rate"), [(torch.optim.SGD, 0.03), (torch.optim.AdamW, 3e-3)])
+@pytest.mark.parametrize(
+    ("make", "rate", "on"), [(torch.optim.SGD, 0.03, "gradient"), (torch.optim.AdamW, 3e-3, "both")]
+)
 def test_the_bound_is_held_as_with_a_look_in_every_step(make, rate, on):
     """Without a keeper the loss ends far above its bound; all examples are in each row, and none is left to chance."""
     tolerance, kept, worst = 0.05, task(1, 32), {}
@@ -232,7 +233,7 @@ def test_the_forecast_of_a_quadratic_loss_along_a_line_is_exact():
 # --- to the same step ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", [1, 2, 23, 60])
+@pytest.mark.parametrize("stop", [1, 23])
 def test_a_training_that_resumes_takes_the_steps_of_the_one_that_saved(stop):
     sets = {"a": Promise(SAID, examples=8, tolerance=0.05), "b": Promise(EACH, examples=8, tolerance=0.1)}
     whole, part = Training(sets=sets), Training(sets=sets)
@@ -276,7 +277,7 @@ def _two(rank, world, folder):
             promise = Promise(SAID, examples=None, tolerance=tolerance)
             keeper.keep([tuple(leaf[mine] for leaf in task(1, 32))], promise, name=name)
         looks = []
-        for step in range(60):
+        for step in range(40):
             optimizer.zero_grad()
             loss(whole, tuple(leaf[mine] for leaf in rival(task(100 + step, 16)))).backward()
             optimizer.step()
@@ -294,7 +295,7 @@ def test_two_processes_look_in_the_steps_of_one_with_all_examples(tmp_path):
     both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     (looks, weights), (expected, alone) = both[0]
     assert looks == both[1][0][0] == expected
-    assert looks[-1][1] < looks[-1][0] < 60  # or there would have been nothing to decide
+    assert looks[-1][1] < looks[-1][0] < 40  # or there would have been nothing to decide
     assert torch.equal(weights, both[1][0][1])
     torch.testing.assert_close(weights, alone, rtol=1e-7, atol=1e-9)
 
@@ -309,7 +310,7 @@ def test_a_framework_looks_in_the_steps_of_a_plain_loop(name, tmp_path):
         options = {"like": kind} if one is frameworks.Plain else {}
         driver = one(tmp_path / one.__name__, promise, look="auto", on="both", **options)
         for k in range(2):
-            driver.train(frameworks.batches(k, 40))
+            driver.train(frameworks.batches(k, 24))
             driver.keep(frameworks.batches(k))
         looks = [(line.looks, line.steps) for line in driver.keeper.report().values()]
         trained.append((looks, flat(driver.model)))

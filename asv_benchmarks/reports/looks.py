@@ -2,12 +2,14 @@
 
 With ``--out docs/results/looks.md`` the page is written. A transformer of two layers, which predicts the next
 token of texts from one Markov chain, learns texts of another chain. It keeps what it said about texts of the
-first one, within a tolerance. After every step the divergence of all kept texts is computed, and at the end
-that of texts that were never kept.
+first one, within a tolerance. After every second step the divergence of all kept texts is computed, and at
+the end that of texts that were never kept.
 """
 
+import multiprocessing
 import statistics
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -26,9 +28,9 @@ from gemproj.torch.losses import Distillation
 
 WORDS, LENGTH, WIDTH, HEADS = 32, 16, 32, 4
 KEPT, HELD, BATCH, WARM = 64, 64, 16, 10
-RATES = {"AdamW": (3e-4, 1e-3, 3e-3), "SGD": (0.01, 0.03, 0.1)}
-TOLERANCES = (0.02, 0.05, 0.2)
-SEEDS = (0, 1, 2)
+RATES = {"AdamW": (1e-3, 3e-3), "SGD": (0.03, 0.1)}
+TOLERANCES = (0.02, 0.1)
+SEEDS = (1, 2, 3)  # the constants of the forecast were chosen with seed 0
 
 
 class Block(nn.Module):
@@ -115,7 +117,7 @@ def trained(seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     model, random = Transformer(), torch.Generator().manual_seed(seed + 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(400):
+    for _ in range(200):
         optimizer.zero_grad()
         loss(model, draw(chain(0), 32, random)).backward()
         optimizer.step()
@@ -181,38 +183,45 @@ def train(case: Case, look: Literal[1, "auto"] | None, steps: int) -> Found:
         optimizer.zero_grad()
         loss(model, draw(NEW, BATCH, random)).backward()
         optimizer.step()
-        excesses.append(largest(0) - case.tolerance)
+        if step % 2:
+            excesses.append(largest(0) - case.tolerance)
     with torch.no_grad():
         new = float(loss(model, draw(NEW, 256, torch.Generator().manual_seed(99))))
     lines = [] if keeper is None else list(keeper.report().values())
     looks = sum(line.looks for line in lines) / max(sum(line.steps for line in lines), 1)
-    above = sum(e > 0.0 for e in excesses) / steps
+    above = sum(e > 0.0 for e in excesses) / len(excesses)
     return Found(new, largest(1), max(excesses), above, looks)
 
 
 def cases() -> Iterator[list[Case]]:
     """Yield settings, each with all seeds: rates at one tolerance, tolerances at one rate, three sets."""
-    for adapted, (optimizer, rates) in product((True, False), RATES.items()):
-        one = Case(adapted, optimizer, rates[1], TOLERANCES[1], 0)
-        some = [replace(one, rate=rate) for rate in rates]
-        some += [replace(one, tolerance=tolerance) for tolerance in (TOLERANCES[0], TOLERANCES[2])]
-        some += [replace(one, sets=3)] if optimizer == "AdamW" else []
+    for (optimizer, rates), adapted in product(RATES.items(), (True, False)):
+        some = [Case(adapted, optimizer, rate, 0.05, 0) for rate in rates]
+        if optimizer == "AdamW":
+            some += [replace(some[-1], tolerance=tolerance) for tolerance in TOLERANCES]
+            some += [replace(some[-1], tolerance=0.05, sets=3)]
         for case in some:
             yield [replace(case, seed=seed) for seed in SEEDS]
 
 
 def main(
     out: Annotated[Path | None, typer.Option(help="Write the tables to this file.")] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 150,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 80,
+    workers: Annotated[int, typer.Option(help="Trainings at the same time.")] = 2,
 ) -> None:
     """Train with a look in every step and with forecasts, and print what was kept."""
-    torch.set_num_threads(1)
     text, ratios, shares = describe(), list[float](), list[float]()
     head = ["training", "tolerance", "sets", "fine-tuning", "held out", "auto", "excess", "auto "]
     head += ["above", "auto  ", "new loss", "auto   ", "looks"]
     tables = {adapted: Table(name, head) for adapted, name in ((True, "LoRA"), (False, "All weights"))}
-    for some in cases():
-        found = [[train(case, look, steps) for case in some] for look in (None, 1, "auto")]
+    every_case = list(cases())
+    ways: tuple[Literal[1, "auto"] | None, ...] = (None, 1, "auto")
+    todo = [(case, look, steps) for some in every_case for look in ways for case in some]
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawned, torch.set_num_threads, (1,)) as pool:
+        results = pool.map(train, *zip(*todo, strict=True))
+        everything = [[[next(results) for _ in some] for _ in ways] for some in every_case]
+    for some, found in zip(every_case, everything, strict=True):
         names = ("new", "held", "worst", "above", "looks")
         plain, every, auto = (
             {name: statistics.fmean(getattr(one, name) for one in way) for name in names} for way in found
@@ -228,15 +237,14 @@ def main(
         start = [f"{case.optimizer}, {case.rate:g}", f"{case.tolerance:g}", str(case.sets)]
         start.append(f"{plain['held']:.3f}")
         tables[case.adapted].rows.append([*start, *cells, f"{100 * auto['looks']:.0f} %"])
-        print(*tables[case.adapted].rows[-1], flush=True)
     told = (
         f"A transformer of two layers, {steps} steps of {BATCH} texts, {KEPT} kept texts in a set, 16 of "
         f"them in a look; means of {len(SEEDS)} seeds. In a pair of columns the first is that of a look in "
         "every step. Fine-tuning: divergence on texts that were not kept, without a promise; held out: the "
-        "same with it. Excess: largest divergence of all kept texts after any step, minus the tolerance; "
-        "above: share of steps after which it was above the tolerance. Looks: share of steps in which a row "
-        "was computed with `auto`. With three sets the largest divergence counts. "
-        f"Largest ratio of the excess of `auto` to that of every step, where fine-tuning breaks the promise "
+        "same with it. Excess: largest divergence of all kept texts after any second step, minus the "
+        "tolerance; above: share of these steps after which it was above the tolerance. Looks: share of "
+        "steps in which a row was computed with `auto`. With three sets the largest divergence counts. "
+        "Largest ratio of the excess of `auto` to that of every step, where fine-tuning breaks the promise "
         f"(an excess below 1 % of the tolerance counts as that): {max(ratios, default=0.0):.2f}; "
         f"median {statistics.median(ratios or [0.0]):.2f}. Looks: {100 * statistics.fmean(shares):.0f} % of "
         "the steps on average."

@@ -158,7 +158,7 @@ class Rows:
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
             self._buffer = self._buffer.new_empty((t, self.vector.d))
         self._scale, self._written = scale, set[int]()
-        self._found, self.seconds = dict[int, Tensor](), [0.0] * t
+        self._found, self.seconds = [self._none.new_zeros(1)] * t, [0.0] * t
         counts = {draw.k: pair for draw, *pair in zip(draws, totals, most, strict=True)}
         for draw in draws:
             draw.weight = topology.weight(len(draw.at), counts[draw.k][0])
@@ -192,7 +192,7 @@ class Rows:
             self.reached = topology.reduce(part, self.reached)
         if draws:
             stored = [draw.stored() * draw.weight if len(draw.at) else 0.0 for draw in draws]
-            now = torch.cat([self._found.get(k, self._none.new_zeros(1)) for k in counts])
+            now = torch.cat([self._found[k] for k in counts])
             found = topology.sum_values(torch.stack([now, now.new_tensor(stored)]))
             if not whole:
                 at = torch.tensor(list(counts), device=found.device)
