@@ -190,6 +190,7 @@ class History:
         self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
         self._steps, self._every = 0, 1
         self._pending: list[Projection] = []  # steps that have not been counted yet
+        self._numbers: list[int] = []  # and their numbers
         self._excess: float
         self._worst: float
         self._sums: dict[str, float]
@@ -202,11 +203,14 @@ class History:
         if self._pending and _kind(step) != _kind(self._pending[0]):
             self.count()
         self._pending.append(step)
+        self._numbers.append(self._steps)
+        self._steps += 1
         if len(self._pending) >= min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2):
             self.count()
 
     def wait(self, names: Iterable[Any]) -> None:
         """Count a step under these promises in which nothing was computed."""
+        self._steps += 1
         for name in names:
             self.lines.setdefault(name, Line(name)).steps += 1
 
@@ -265,6 +269,7 @@ class History:
     def count(self) -> None:
         """Add the pending steps to the totals; they are about the same rows."""
         pending, self._pending = self._pending, []
+        numbers, self._numbers = self._numbers, []
         if not pending:
             return
         sol = _batch([step._first for step in pending])
@@ -300,13 +305,12 @@ class History:
             line.multiplier += float(np.nan_to_num(lam[:, k]).sum())
             line.seconds += sum(step.costs[k] for step in pending)
             line.looks += sum(step.ages[k] == 0 for step in pending)
-        for k, step in enumerate(pending):
-            if self._steps % self._every == 0:
+        for k, (number, step) in enumerate(zip(numbers, pending, strict=True)):
+            if number % self._every == 0:
                 pairs = np.stack([losses[k], losses[k] - excess[k]], 1).tolist()
-                self._points.append((self._steps, dict(zip(step.names, map(tuple, pairs), strict=True))))
+                self._points.append((number, dict(zip(step.names, map(tuple, pairs), strict=True))))
             if len(self._points) > _MOST_POINTS:
                 self._points, self._every = self._points[::2], 2 * self._every
-            self._steps += 1
 
     def _forget_means(self) -> None:
         self._logged, self._worst, self._excess = 0, math.inf, math.nan
@@ -364,7 +368,10 @@ class Report(dict[Any, Line]):
     def __repr__(self) -> str:
         if not self:
             return "No examples are kept: nothing is promised."
-        names = [field.name for field in fields(Line) if field.name not in ("held_out", "held_bound", "kept")]
+        hidden = {"held_out", "held_bound", "kept"}
+        if all(line.looks == line.steps for line in self.values()):
+            hidden.add("looks")
+        names = [field.name for field in fields(Line) if field.name not in hidden]
         heads = [name.replace("_", " ") for name in names]
         cells = [[_cell(getattr(line, name), name) for name in names] for line in self.values()]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
