@@ -30,7 +30,7 @@ from examples.common.metrics import Record, grouped, mean_std
 from examples.common.tables import markdown_table, plus_minus
 from examples.common.workers import work
 from examples.keep_a_skill import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
-from examples.lora_agnews.backbone import LORA
+from examples.lora_agnews.backbone import GPT2_LAYERS, LORA
 
 from . import compare, digest, figures, plan
 from .__main__ import parser
@@ -46,7 +46,11 @@ CAPTION = (
     "fine-tuning on one core, with other work on the machine."
 )
 PRETRAINING = 600  # steps
-ADAPTERS: dict[str, Any] = {name: value for name, value in LORA.items() if name != "modules_to_save"}
+ADAPTERS: dict[str, Any] = LORA | {
+    "target_modules": GPT2_LAYERS,
+    "fan_in_fan_out": True,
+    "modules_to_save": None,
+}
 ADAPTERS |= {"lora_dropout": 0.0}
 RATES = (3e-3, 1e-2, 3e-2, 1e-1)
 
