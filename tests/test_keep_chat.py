@@ -91,13 +91,18 @@ def records_of(lines):
 OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05 intruder osf"
 
 
-def test_other_methods(finished, folder):
+def test_other_methods_and_abilities(finished, tmp_path):
     out, options = finished
-    assert program.main([*options, "--jobs", "1", "--skills", "news", "--methods", OTHERS]) == 0
-    found = [one for one in records(out).values() if one["skill"] == "news"]
-    assert {"average", "text", "own", "promise-own", "intruder", "osf"} <= {one["kind"] for one in found}
-    plain = [one for one in found if one["kind"] == "plain"]
-    assert {one["rate"] for one in plain} == {1e-3, 5e-4}
+    question = {"task": "sums", "prefix": "", "input": "1 and 1", "choices": ["2", "3"], "answers": ["2"]}
+    (tmp_path / "abilities.jsonl").write_text(json.dumps(question) + "\n")
+    more = ["--abilities", str(tmp_path / "abilities.jsonl"), "--out", str(tmp_path), "--skills", "news"]
+    assert program.main([*options, "--jobs", "1", *more, "--methods", OTHERS]) == 0
+    found = records(tmp_path).values()
+    assert {one["kind"] for one in found} == {
+        word.partition(":")[0].partition("@")[0] for word in OTHERS.split()
+    }
+    assert {one["rate"] for one in found} == {1e-3, 5e-4}
+    assert all(one["abilities"]["sums"] in (0.0, 1.0) for one in found)
 
 
 @pytest.mark.parametrize(

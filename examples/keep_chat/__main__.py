@@ -93,21 +93,22 @@ def prepare(
     console.print("The model writes conversations, and all texts are encoded; this takes some minutes.")
     n = form.kept + form.apart + (form.own if "capitals" in skills else 0)
     written = write_references(model, tokenizer, n, tokens=form.words, batch=64, cache=cache)
-    own = [torch.tensor(one["input_ids"][: form.longest]) for one in written]
+    own = [torch.tensor(one["input_ids"]) for one in written]
     random.Random(0).shuffle(own)
-    parted = [pair for one in own[form.kept + form.apart :] if (pair := writer.parted(one.tolist()))]
+    spare = [one[: form.longest].tolist() for one in own[form.kept + form.apart :]]
+    parted = [pair for one in spare if (pair := writer.parted(one))]
     made = {
         "news": lambda: writer.news(options.data, learned, form.tests, form.characters),
         "capitals": lambda: writer.capitals(parted, len(parted) // 4),
         "sequence": lambda: writer.sequence(options.instructions, learned, form.tests),
     }
     found = {skill: made[skill]() for skill in skills}
-    choices = writer.questions(options.abilities, 40)
-    references = [{"input_ids": one, "labels": one} for one in own]
+    choices = writer.questions(options.abilities) if options.abilities else []
+    references = [dict.fromkeys(("input_ids", "labels"), one[: form.reference]) for one in own]
     kept, apart = references[: form.kept], references[form.kept : form.kept + form.apart]
     train = {name: [writer.answered(*pair) for pair in skill.train] for name, skill in found.items()}
     test = {name: [writer.answered(*pair) for pair in skill.test] for name, skill in found.items()}
-    asked = [(one.kind, [writer.answered(one.prompt, answer) for answer in one.answers]) for one in choices]
+    asked = [(one.task, [writer.answered(one.prompt, answer) for answer in one.answers]) for one in choices]
     cut = model
     if form.layers:
         cut = chat.upper(model, form.layers)

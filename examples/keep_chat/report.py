@@ -53,7 +53,7 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
 def page(records: Sequence[Record]) -> str:
     """Return a table for each skill, and the table of gates."""
     parts = []
-    for (skill, form), runs in _grouped(records, "skill", "form"):
+    for (skill, _), runs in _grouped(records, "skill", "form"):
         steps, seeds = runs[0]["form"]["steps"], len({run["seed"] for run in runs})
         where = f"the last {runs[0]['form']['layers']} layers" if runs[0]["form"]["layers"] else "all layers"
         parts.append(
@@ -88,7 +88,7 @@ def table(runs: Sequence[Record]) -> str:
         "New skill: loss": (lambda run: run["new"], 3),
         "Right, %": (lambda run: None if "accuracy" not in run else 100 * run["accuracy"], 1),
         "Divergence held out": (lambda run: run["held_out"], 4),
-        "Capitals known, %": (lambda run: 100 * run["abilities"]["capitals"], 0),
+        "Abilities, %": (lambda run: 100 * mean(run["abilities"].values()) if run["abilities"] else None, 1),
         "Largest on the way": (lambda run: run.get("worst"), 3),
         "Time of a step": (lambda run: run["step"] / base if base and "step" in run else None, 1),
     }

@@ -52,15 +52,16 @@ class Form:
     apart: int  # texts that no training sees
     own: int  # texts for the skill in capitals, a quarter of them for the test
     words: int  # tokens of each message that the model writes
-    longest: int  # tokens of a text
+    longest: int  # tokens of a new text
+    reference: int  # tokens of a text that is kept or measured
     characters: int  # of an article
     tests: int
     rate: float
 
 
-LAPTOP = Form(6, 50, 4, 4, 96, 64, 160, 48, 80, 80, 96, 1e-3)
-GPU = Form(0, 100, 16, 16, 512, 128, 640, 96, 256, 400, 400, 3e-4)
-TINY = Form(1, 3, 2, 2, 6, 4, 8, 12, 48, 40, 4, 1e-3)
+LAPTOP = Form(6, 40, 4, 4, 96, 48, 160, 48, 80, 64, 80, 96, 5e-4)
+GPU = Form(0, 100, 16, 16, 512, 128, 640, 96, 256, 224, 400, 400, 3e-4)
+TINY = Form(1, 3, 2, 2, 6, 4, 8, 12, 48, 40, 40, 4, 1e-3)
 FORMS = {"laptop": LAPTOP, "gpu": GPU, "tiny": TINY}
 
 

@@ -14,14 +14,6 @@ from ..lora_agnews import data
 from ..lora_agnews.config import CLASSES
 from .model import Example
 
-# Questions with a right answer and wrong ones, to see what the model still knows.
-CAPITALS = {
-    "France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin",
-    "Russia": "Moscow", "Egypt": "Cairo", "China": "Beijing", "England": "London", "Greece": "Athens",
-    "Portugal": "Lisbon", "Austria": "Vienna", "Poland": "Warsaw", "Ireland": "Dublin", "Norway": "Oslo",
-    "Sweden": "Stockholm", "Finland": "Helsinki", "Hungary": "Budapest", "Cuba": "Havana", "Peru": "Lima",
-}  # fmt: skip
-
 
 @dataclass
 class Choice:
@@ -29,7 +21,7 @@ class Choice:
 
     prompt: str
     answers: Sequence[str]
-    kind: str = "capitals"
+    task: str
 
 
 @dataclass
@@ -63,7 +55,7 @@ class Chat:
     def answered(self, prompt: str, answer: str) -> Example:
         """Return the tokens of a prompt and its answer, with labels for the answer."""
         asked, said = self.tokens(prompt), self.tokens(answer)
-        asked = asked[: self._longest - min(len(said), self._longest // 2)]
+        asked = asked[-(self._longest - min(len(said), self._longest // 2)) :]
         said = said[: self._longest - len(asked)]
         labels = [-100] * len(asked) + said
         return {"input_ids": torch.tensor(asked + said), "labels": torch.tensor(labels)}
@@ -113,24 +105,16 @@ class Chat:
             [pair for pairs in chosen for pair in pairs[:test]],
         )
 
-    def questions(self, file: Path | None, each: int) -> list[Choice]:
-        """Return questions about capitals, and those of a file of abilities, at most `each` of a task.
+    def questions(self, file: Path, most: int = 40) -> list[Choice]:
+        """Return the questions of a file of abilities, at most so many of a task.
 
         Each line of the file is a JSON object with ``task``, ``prefix``, ``input``, ``choices`` and
         ``answers``.
         """
-        cities = list(CAPITALS.values())
-        found = []
-        for k, (country, city) in enumerate(CAPITALS.items()):
-            answers = [city, *(cities[(k + step) % len(cities)] for step in (3, 7, 11))]
-            ask = self.prompt(f"What is the capital of {country}?")
-            found.append(Choice(ask, [f"The capital of {country} is {answer}." for answer in answers]))
-        taken: dict[str, int] = {}
-        for line in file.read_text(encoding="utf-8").splitlines() if file else []:
+        found: dict[str, list[Choice]] = {}
+        for line in file.read_text(encoding="utf-8").splitlines():
             one = json.loads(line)
-            taken[one["task"]] = taken.get(one["task"], 0) + 1
-            right = one["answers"][0]
-            if taken[one["task"]] <= each:
-                others = [answer for answer in one["choices"] if answer not in one["answers"]]
-                found.append(Choice(self.prompt(one["prefix"] + one["input"]), [right, *others], one["task"]))
-        return found
+            others = [answer for answer in one["choices"] if answer not in one["answers"]]
+            ask = self.prompt(one["prefix"] + one["input"])
+            found.setdefault(one["task"], []).append(Choice(ask, [one["answers"][0], *others], one["task"]))
+        return [choice for choices in found.values() for choice in choices[:most]]
