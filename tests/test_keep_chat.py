@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from examples.keep_chat import __main__ as program
 from examples.keep_chat import model as chat
 from examples.keep_chat import report
-from examples.keep_chat.run import LAPTOP, TINY, drawn
+from examples.keep_chat.run import drawn
 from examples.keep_chat.texts import Chat
 
 TEMPLATE = (
@@ -92,7 +92,7 @@ OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05 intruder osf"
 
 
 def test_other_methods_and_abilities(finished, tmp_path):
-    out, options = finished
+    options = finished[1]
     question = {"task": "sums", "prefix": "", "input": "1 and 1", "choices": ["2", "3"], "answers": ["2"]}
     (tmp_path / "abilities.jsonl").write_text(json.dumps(question) + "\n")
     more = ["--abilities", str(tmp_path / "abilities.jsonl"), "--out", str(tmp_path), "--skills", "news"]
@@ -116,8 +116,7 @@ def test_other_methods_and_abilities(finished, tmp_path):
     ],
 )
 def test_errors(finished, capsys, arguments, said):
-    out, options = finished
-    assert program.main([*options, *arguments]) == 2
+    assert program.main([*finished[1], *arguments]) == 2
     assert said in " ".join(capsys.readouterr().out.split())
 
 
@@ -167,8 +166,3 @@ def test_gates_count_runs():
     lines = report.gates(runs).splitlines()
     assert "| Promise, tolerance 0.05 | 1 (1) of 3 | 2 (3) of 3 | 3 (3) of 3 |" in lines
     assert "| Promise, tolerance as the gate | - | 2 (3) of 3 | - |" in lines
-
-
-def test_forms_fit():
-    for form in (LAPTOP, TINY):
-        assert 0 < form.own // 4 < form.own

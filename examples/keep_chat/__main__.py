@@ -7,9 +7,7 @@ has seen. Finished runs are kept: after an interruption the same command continu
 """
 
 import argparse
-import hashlib
 import platform
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +15,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gemproj.torch import write_references
-
 from ..common import command
 from ..common.workers import work
 from ..study.results import Results, rounded
 from . import model as chat
 from . import report
-from .run import FORMS, KINDS, MEASURED, WITHOUT_VALUE, Prepared, Run
-from .texts import Chat
+from .prepared import FORMS, prepare
+from .run import KINDS, WITHOUT_VALUE, Run
 
 SKILLS = ("news", "capitals", "sequence")
 LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
@@ -78,57 +74,6 @@ def runs_of(
     return runs
 
 
-def prepare(
-    options: argparse.Namespace, skills: Sequence[str], device: str, cache: Path, console: Console
-) -> tuple[str, Path]:
-    """Write and encode all texts, unless they are in the cache; return the model and the file of texts."""
-    form, where = FORMS[options.form], chat.locate(options.model, cache)
-    sources = [form, where, skills, options.data, options.instructions, options.abilities]
-    digest = hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
-    file = cache / f"keep-chat-{digest}.pt"
-    if file.is_file():
-        return where, file
-    model, tokenizer = chat.load(where, device)
-    writer, learned = Chat(tokenizer, form.longest), form.steps * form.batch
-    console.print("The model writes conversations, and all texts are encoded; this takes some minutes.")
-    n = form.kept + form.apart + (form.own if "capitals" in skills else 0)
-    written = write_references(model, tokenizer, n, tokens=form.words, batch=64, cache=cache)
-    own = [torch.tensor(one["input_ids"]) for one in written]
-    random.Random(0).shuffle(own)
-    spare = [one[: form.longest].tolist() for one in own[form.kept + form.apart :]]
-    parted = [pair for one in spare if (pair := writer.parted(one))]
-    made = {
-        "news": lambda: writer.news(options.data, learned, form.tests, form.characters),
-        "capitals": lambda: writer.capitals(parted, len(parted) // 4),
-        "sequence": lambda: writer.sequence(options.instructions, learned, form.tests),
-    }
-    found = {skill: made[skill]() for skill in skills}
-    choices = writer.questions(options.abilities) if options.abilities else []
-    references = [dict.fromkeys(("input_ids", "labels"), one[: form.reference]) for one in own]
-    kept, apart = references[: form.kept], references[form.kept : form.kept + form.apart]
-    train = {name: [writer.answered(*pair) for pair in skill.train] for name, skill in found.items()}
-    test = {name: [writer.answered(*pair) for pair in skill.test] for name, skill in found.items()}
-    asked = [(one.task, [writer.answered(one.prompt, answer) for answer in one.answers]) for one in choices]
-    cut = model
-    if form.layers:
-        cut = chat.upper(model, form.layers)
-        chat.check_upper(model, cut, form.layers, kept[0])
-
-        def below(examples: list[chat.Example]) -> list[chat.Example]:
-            return chat.below(model, form.layers, examples)
-
-        kept, apart = below(kept), below(apart)
-        train, test = ({name: below(part) for name, part in parts.items()} for parts in (train, test))
-        asked = [(task, below(answers)) for task, answers in asked]
-    said = [MEASURED.outputs(cut, chat.moved(chat.collate([one]), device))[0] for one in apart]
-    labels = {name: [writer.tokens(label)[0] for label in skill.labels] for name, skill in found.items()}
-    content = Prepared(kept, apart, said, train, test, labels, asked)
-    draft = file.with_suffix(".draft")
-    torch.save(vars(content), draft)
-    draft.replace(file)
-    return where, file
-
-
 @command.finishing
 def main(arguments: Sequence[str] | None, console: Console) -> None:
     """Execute the missing runs, then write tables and figures."""
@@ -141,7 +86,12 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
         command.check_known("skills", skills, SKILLS)
         cache = options.cache or command.cache_folder()
         cache.mkdir(parents=True, exist_ok=True)
-        where, file = prepare(options, skills, device, cache, console)
+        files = {name: getattr(options, name) for name in ("data", "instructions", "abilities")}
+        where = chat.locate(options.model, cache)
+        console.print(
+            "The model writes conversations, and texts are encoded: minutes, in the first call only."
+        )
+        file = prepare(FORMS[options.form], where, skills, files, device, cache)
         text = options.methods or METHODS[options.form]
         wanted = [
             run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, OSFConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,6 +120,8 @@ def adapted(model: Any, adapters: str) -> Any:
     if adapters == "all":
         return model
     if adapters == "osf":
+        from peft import OSFConfig  # in new versions only
+
         return get_peft_model(model, OSFConfig(target_modules=LAYERS))
     return get_peft_model(
         model, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=LAYERS)

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import intruders
 from torch import Tensor
 
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.data import PerExample
-from gemproj.torch.losses import Distillation
 
 from ..common.metrics import interval
 from ..common.workers import VERSIONS
 from .model import Example, adapted, answer_losses, collate, load, moved, upper
+from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, logits, read
 
 # By kind: the method, and what its value means.
 KINDS = {
@@ -38,44 +37,6 @@ KINDS = {
     "promise-own": "Promise about the new inputs, tolerance",
 }
 WITHOUT_VALUE = ("before", "plain", "intruder", "osf")
-
-
-@dataclass(frozen=True)
-class Form:
-    """The size of all runs. `layers` is the number of upper layers that are trained, or 0 for all."""
-
-    layers: int
-    steps: int
-    batch: int
-    drawn: int  # kept texts in a step
-    kept: int
-    apart: int  # texts that no training sees
-    own: int  # texts for the skill in capitals, a quarter of them for the test
-    words: int  # tokens of each message that the model writes
-    longest: int  # tokens of a new text
-    reference: int  # tokens of a text that is kept or measured
-    characters: int  # of an article
-    tests: int
-    rate: float
-
-
-LAPTOP = Form(6, 40, 4, 4, 96, 48, 160, 48, 80, 64, 80, 96, 5e-4)
-GPU = Form(0, 100, 16, 16, 512, 128, 640, 96, 256, 224, 400, 400, 3e-4)
-TINY = Form(1, 3, 2, 2, 6, 4, 8, 12, 48, 40, 40, 4, 1e-3)
-FORMS = {"laptop": LAPTOP, "gpu": GPU, "tiny": TINY}
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """All texts of a form, as tokens or as inputs of the upper layers."""
-
-    kept: list[Example]
-    apart: list[Example]
-    said: Any  # stored outputs for `apart`
-    train: dict[str, list[Example]]
-    test: dict[str, list[Example]]
-    labels: dict[str, list[int]]  # first tokens of the possible answers
-    questions: list[tuple[str, list[Example]]]  # task, and the answers of a question, the right one first
 
 
 @dataclass(frozen=True)
@@ -133,14 +94,10 @@ class Run:
         if self.kind == "average":
             scale(model, self.value)
         if self.kind == "intruder":
-            intruders.reduce_intruder_dimension(model, logging_sink=None)
+            from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
+
+            reduce_intruder_dimension(model, logging_sink=None)
         return found | measured(model, data, self.skill)
-
-
-@lru_cache(maxsize=1)
-def read(file: Path) -> Prepared:
-    """Return the prepared texts."""
-    return Prepared(**torch.load(file, weights_only=False))
 
 
 @lru_cache(maxsize=1)
@@ -152,15 +109,6 @@ def _original(model: str, layers: int, device: str) -> Any:
 def fresh(model: str, layers: int, device: str) -> Any:
     """Return a copy of the model before training."""
     return copy.deepcopy(_original(model, layers, device))
-
-
-def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return what the model says at every position of a batch."""
-    return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-
-
-OUTPUTS = Distillation(logits)  # of the 64 likeliest words
-MEASURED = Distillation(logits, top=512, dtype=torch.float32)
 
 
 def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
