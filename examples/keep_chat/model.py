@@ -111,7 +111,7 @@ def check_upper(model: Any, cut: Any, layers: int, example: Example) -> None:
     apart = float((cut(inputs_embeds=hidden[None].to(model.device)).logits - whole).abs().max())
     if apart > 1e-3 * float(whole.abs().max()):
         raise SetupError(
-            f"the last layers of {type(model).__name__} cannot run alone; use --form gpu, in which all layers are trained"
+            f"the last layers of {type(model).__name__} cannot run alone; with --form gpu all are trained"
         )
 
 
