@@ -66,6 +66,8 @@ def runs_of(
         first, _, factor = first.partition("@")
         kind, _, value = first.partition(":")
         command.check_known("methods", [kind], KINDS)
+        if kind == "before" and seed:  # the same for all seeds
+            continue
         if bool(value) == (kind in WITHOUT_VALUE):
             raise command.SetupError(f"method {word!r}: {kind} takes {'no' if value else 'a'} value")
         rate = FORMS[form].rate * float(factor or 1)

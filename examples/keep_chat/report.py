@@ -75,7 +75,7 @@ def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], dig
     if not values:
         return "-"
     found = interval(values)
-    half = f" ± {found.bar:.{digits}f}" if found.n > 1 else ""
+    half = f" ± {found.bar:.{digits}f}" if found.bar else ""
     return f"{found.mean:.{digits}f}{half}"
 
 
@@ -133,6 +133,11 @@ def _at_gate(run: Record, gate: float) -> bool:
     return run["kind"] == "promise" and run["value"] == gate
 
 
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+PALETTE = {
+    "plain": colours.FINE_TUNING, "outputs": colours.REPLAY_OF_OUTPUTS, "promise": colours.GEM,
+    "text": colours.REPLAY, "average": colours.AGEM, "own": colours.NO_EXAMPLES,
+}  # fmt: skip
 THEMES = {"light": ("#333333", "#d9d9d9"), "dark": ("#e6e6e6", "#4d4d4d")}
 
 
@@ -154,7 +159,7 @@ def draw(path: Path, drawing: Callable[..., Figure], theme: str, records: Sequen
 def asked(records: Sequence[Record], ink: str) -> Figure:
     """Return a figure: the divergence asked for, and found on texts that no training saw."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.2), sharey=True, width_ratios=(3, 2))
-    low, high = 0.01, 0.3
+    low, high = 0.015, 0.15
     left.plot([low, high], [low, high], color=ink, linewidth=1, linestyle="--")
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
     for (k, skill), kind in product(enumerate(skills), ("promise", "outputs", "plain")):
@@ -172,35 +177,36 @@ def asked(records: Sequence[Record], ink: str) -> Figure:
     left.set(xscale="log", yscale="log", xlabel="Tolerance asked for, nats per token")
     left.set_ylabel("Divergence found,\nnats per token")
     left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    left.set_yticks([0.01, 0.02, 0.05, 0.1, 0.2], ["0.01", "0.02", "0.05", "0.1", "0.2"])
+    left.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
     left.minorticks_off()
     left.legend(loc="upper left")
     right.set_xticks([0, 1], ["fine-\ntuning", "KL term,\nweight 1"])
     right.set_xlim(-0.6, 1.6)
-    left.set_title("gemproj", fontsize=10)
-    right.set_title("Without a bound", fontsize=10)
+    left.text(high, high, "found as asked  ", ha="right", va="bottom", fontsize=8)
+    left.set_title("With a tolerance", fontsize=10)
+    right.set_title("Without", fontsize=10)
     return figure
 
 
 def front(records: Sequence[Record], ink: str) -> Figure:
-    """Return a figure: the loss on the new skill over the divergence on unseen texts."""
+    """Return a figure: the loss on the new skill over the divergence on unseen texts, means of the seeds."""
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
-    figure, axes = plt.subplots(1, len(skills), figsize=(4 * len(skills), 3.4), squeeze=False)
-    palette = {
-        "plain": colours.FINE_TUNING, "outputs": colours.REPLAY_OF_OUTPUTS, "promise": colours.GEM,
-        "text": colours.REPLAY, "average": colours.AGEM, "own": colours.NO_EXAMPLES,
-    }  # fmt: skip
+    figure, axes = plt.subplots(1, len(skills), figsize=(4 * len(skills), 3.6), squeeze=False)
     for skill, ax in zip(skills, axes[0], strict=True):
-        runs = [run for run in records if run["skill"] == skill and run["kind"] in palette]
+        runs = [run for run in records if run["skill"] == skill and run["kind"] in PALETTE]
         for (kind, _), found in _grouped(runs, "kind", "adapters"):
+            look: dict[str, Any] = {"marker": "o", "color": PALETTE[kind]}
             points = sorted(
-                (mean(run["held_out"] for run in some), mean(run["new"] for run in some))
+                (mean(run["held_out"] for run in some), mean(run["new"] for run in some), some[0]["value"])
                 for some in grouped("name", found).values()
             )
-            ax.plot(
-                *zip(*points, strict=True), marker="o", color=palette[kind], label=KINDS[kind].split(",")[0]
-            )
+            ax.plot(*list(zip(*points, strict=True))[:2], label=KINDS[kind], **look)
+            for x, y, value in points:
+                if kind not in WITHOUT_VALUE:
+                    ax.annotate(f"{value:g}", (x, y), (5, 5), textcoords="offset points", color=PALETTE[kind])
         ax.set(title=TITLES[skill], xscale="log", xlabel="Divergence held out, nats per token")
-    axes[0][0].set_ylabel("Loss on the new skill")
-    axes[0][0].legend()
+        ax.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        ax.minorticks_off()
+    axes[0][0].set_ylabel("Loss on the new skill, nats per token")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
