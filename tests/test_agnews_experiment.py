@@ -15,7 +15,7 @@ pytest.importorskip("mnist1d", reason="needs the extra examples")
 
 import torch
 from rich.console import Console
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from examples.common import metrics
 from examples.common.command import SetupError
@@ -187,3 +187,18 @@ def test_the_protocol_is_the_papers():
 def test_the_papers_shape_trains_as_many_numbers(tmp_path):
     GPT2Config(n_layer=24, n_embd=1_024, n_head=16).save_pretrained(tmp_path)
     assert backbone.trained(tmp_path) == 2_166_784
+
+
+def test_a_backbone_of_another_kind(stage, tmp_path):
+    tokenizer = shutil.copytree(stage[1], tmp_path / "other")
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaConfig(**shape, num_key_value_heads=1, vocab_size=400).save_pretrained(tokenizer)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(tokenizer)).save_pretrained(tokenizer)
+    backbone.check(tokenizer, MINI.max_length)
+    model = backbone.load(tokenizer, seed=0)
+    tasks = stage[0]
+    batch = backbone.encode(tasks[0].train, tokenizer, MINI)
+    assert backbone.logits(model, batch).shape == (len(batch["labels"]), 4)
+    adapted = {name.split(".")[-3] for name, p in model.named_parameters() if "lora_A" in name}
+    assert adapted == set(backbone.LAYERS)
+    assert backbone.trained(tokenizer) == model.get_nb_trainable_parameters()[0]

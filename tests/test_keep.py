@@ -372,6 +372,19 @@ def test_a_name_with_another_promise_or_other_examples_begins_a_line(forgotten):
     assert forgotten or now.bound == pytest.approx(now.stored + 0.01)
 
 
+def test_another_loss_for_a_known_name_is_refused():
+    _, _, keeper = begin(EACH)
+    keeper.keep([task(1)], name="a")
+    stored = keeper.sets["a"].losses.clone()
+    with pytest.raises(ValueError, match=r"promise about 'a' must have the loss .* forget\('a'\)"):
+        keeper.keep([task(2)], Promise(SAID), name="a")
+    assert torch.equal(keeper.sets["a"].losses, stored)
+    keeper.forget("a")
+    keeper.keep([task(2)], Promise(SAID), name="a")
+    keeper.keep([task(3)], Promise(Distillation(logits), tolerance=0.1), name="a")
+    assert len(keeper.sets["a"]) == 24
+
+
 # --- only watching --------------------------------------------------------------------------------
 
 CONTRADICTING = [Promise(EACH, equal=True), Promise(EACH, tolerance=0.0)]

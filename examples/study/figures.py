@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from ..common.drawing import INK, noted, plt
 from ..common.metrics import Interval, Record, grouped, interval
-from ..keep_a_skill import front
 from . import compare
 from .compare import Found
 from .labels import label_points
+from .language import ENTROPY
 from .settings import METHODS
 
 MARKERS = "osD^vP*Xh<>"
@@ -131,7 +131,8 @@ def paired_differences(found: Found, baseline: str = "replay") -> Figure:
 def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float) -> Figure:
     """Draw the loss on the old skill (X) over that on the new one (Y), a curve through each method's knobs.
 
-    Records have ``"loss": {"x": ..., "y": ...}``; `before` is the parameter of `keep_a_skill.front`.
+    Both are above the entropy. Records have ``"loss": {"x": ..., "y": ...}``; `before` is the loss on X
+    before fine-tuning.
     """
     curves, shown = {}, []
     groups = grouped("method", records, methods)
@@ -145,7 +146,29 @@ def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float)
             text = f"{knob:g}" if knob is not None and knob in ends else ""
             points.append(((y.mean, y.bar), (x.mean, x.bar), text))
         curves[methods[name].title] = (methods[name].colour, marker, side), points
-    return front(curves, before, f"Beside the ends of each line: its knobs. {_note(shown)}")
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for label, ((colour, marker, side), points) in curves.items():
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": "white"}
+        look |= {"markersize": 8, "ecolor": (colour, 0.4), "elinewidth": 1, "capsize": 2}
+        numbers = [(y - ENTROPY, x - ENTROPY, dx, dy) for (y, dy), (x, dx), _ in points]
+        at: Any = zip(*numbers, strict=True)
+        axes.errorbar(*at, label=label, **look)
+        align: dict[str, Any] = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
+        for (y, x, *_), (*_, text) in zip(numbers, points, strict=True):
+            look = {"textcoords": "offset points", "color": colour, **align}
+            axes.annotate(text, (y, x), (5 * side, 5 * side), **look)
+    axes.axhline(before - ENTROPY, color="#767676", linestyle="--", label="X before")
+    axes.set(xscale="log", yscale="log")
+    for axis, name in ((axes.xaxis, "Y"), (axes.yaxis, "X")):
+        axis.set_label_text(f"Loss on {name}, above the entropy of {ENTROPY:.3f} nats")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    note = f"Beside the ends of each line: its knobs. {_note(shown)}"
+    figure.supxlabel(note, fontsize=8, color="#767676")
+    return figure
 
 
 def memory(records: Sequence[Record]) -> Figure:

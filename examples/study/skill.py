@@ -1,9 +1,9 @@
 """A language model that keeps a skill: ``python -m examples.study.skill``.
 
-As in ``examples/keep_a_skill.py``, a model is pretrained on the language X and fine-tuned on Y; a few stored
-sequences of X are the reference. Here the model is a GPT-2 of one layer. Fine-tuning takes 150 steps or 600,
-on all weights or on LoRA adapters, with 48 references or 12. Rates are chosen on the tuning seeds at each
-method's middle knob, by the sum of the losses on X and on Y, and then knobs at the best rate.
+A GPT-2 of one layer is pretrained on the language X and fine-tuned on Y; a few stored sequences of X are the
+reference. Fine-tuning takes 150 steps or 600, on all weights or on LoRA adapters, with 48 references or 12.
+Rates are chosen on the tuning seeds at each method's middle knob, by the sum of the losses on X and on Y, and
+then knobs at the best rate.
 """
 
 import copy
@@ -23,17 +23,16 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from examples import keep_a_skill
 from examples.common import colours, command
 from examples.common.drawing import save
 from examples.common.metrics import Record, grouped, mean_std
 from examples.common.tables import markdown_table, plus_minus
 from examples.common.workers import work
-from examples.keep_a_skill import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
-from examples.lora_agnews.backbone import LORA
+from examples.lora_agnews.backbone import GPT2_LAYERS, LORA
 
 from . import compare, digest, figures, plan
 from .__main__ import parser
+from .language import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
 from .plan import Point
 from .results import AnyRun, Results, origin, results_of, rounded
 from .settings import SEEDS
@@ -45,15 +44,19 @@ CAPTION = (
     "replay of KL at its chosen weight: paired over the seeds, 95 % interval of Student's t. Seconds of "
     "fine-tuning on one core, with other work on the machine."
 )
-PRETRAINING = 600  # steps
-ADAPTERS: dict[str, Any] = {name: value for name, value in LORA.items() if name != "modules_to_save"}
+PRETRAINING, RATE = 600, 3e-2  # steps, learning rate
+ADAPTERS: dict[str, Any] = LORA | {
+    "target_modules": GPT2_LAYERS,
+    "fan_in_fan_out": True,
+    "modules_to_save": None,
+}
 ADAPTERS |= {"lora_dropout": 0.0}
 RATES = (3e-3, 1e-2, 3e-2, 1e-1)
 
 
 @dataclass(frozen=True)
 class Method:
-    """How X is kept: a kind and a loss of `keep_a_skill.Method`, with three values of its option."""
+    """How X is kept: a kind and a loss of `language.learn`, with three values of its weight or tolerance."""
 
     title: str
     colour: str
@@ -138,11 +141,10 @@ class Run(AnyRun):
         if setting.adapters:
             torch.manual_seed(self.seed)
             model.gpt = get_peft_model(model.gpt, LoraConfig(**ADAPTERS))
-        asked = keep_a_skill.Method(
-            method.kind, self.rate, method.loss, method.knob, self.knob if method.knob else None
-        )
+        value = self.knob if method.knob else None
+        how = (self.rate, method.kind, method.loss, value, texts["reference"])
         start = time.perf_counter()
-        learn(model, texts["tune"], setting.steps, self.seed, asked, texts["reference"])
+        learn(model, texts["tune"], setting.steps, self.seed, *how)
         seconds = time.perf_counter() - start
         about = origin({"data": digest.of_values(texts_of(0)["y"].tolist())})
         return {"loss": {"before": before} | losses(model, texts, said), "seconds": seconds, "about": about}
@@ -173,7 +175,7 @@ def pretrained(seed: int) -> GPT:
     """Return a model that is pretrained on X."""
     torch.manual_seed(seed)
     model = GPT()
-    learn(model, texts_of(seed)["pretrain"], PRETRAINING, seed)
+    learn(model, texts_of(seed)["pretrain"], PRETRAINING, seed, RATE)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import types
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -594,6 +595,12 @@ class KeeperBase:
         chosen = as_promise(promise, self.promise)
         if promise is None and known is not None:
             chosen = known.promise
+        elif known is not None and not _alike(known.promise.loss, chosen.loss):
+            raise ValueError(
+                f"promise about {name!r} must have the loss of the examples that are kept under this name, "
+                f"because their losses are stored; found {chosen.loss!r}. Pass another name, or call "
+                f"forget({name!r}) first."
+            )
         self._check(chosen)
         return known, chosen
 
@@ -770,6 +777,11 @@ def _adapter(model: Any) -> str:
     """Return the names of the active adapters of a model of peft; empty for other models."""
     active = getattr(model, "active_adapter", "")
     return active if isinstance(active, str) else ", ".join(active) if isinstance(active, list) else ""
+
+
+def _alike(one: Loss, other: Loss) -> bool:
+    """Return whether losses are the same function, or objects of the same class."""
+    return one is other or (type(one) is type(other) and not isinstance(one, types.FunctionType))
 
 
 def _is_scaler(thing: Any) -> bool:

@@ -1,0 +1,114 @@
+"""Teach a chat model something new, and measure how far it drifts from what it says elsewhere.
+
+SmolLM2-135M-Instruct, or another chat model, writes conversations by itself. It then learns a skill: news
+sections, which does not conflict with them, or answers in capital letters, which does. Each method is trained
+alike; the divergence from the model before is measured in nats per token, on conversations that no training
+has seen. Finished runs are kept: after an interruption the same command continues where it stopped.
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ..common import command
+from ..common.workers import work
+from ..study.results import Results, rounded
+from . import model as chat
+from . import report
+from .prepared import FORMS, prepare
+from .run import KINDS, WITHOUT_VALUE, Run
+
+SKILLS = ("news", "capitals", "sequence")
+LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
+GPU = (
+    "before plain plain@0.1 plain@0.3 plain@3 average:0.5 text:1 outputs:0.1 outputs:1 outputs:10 own:1 "
+    "promise:0.02 promise:0.05 promise:0.1 promise-own:0.05 promise:0.05@3 intruder osf "
+    "plain@0.1/all outputs:1@0.1/all promise:0.05@0.1/all"
+)
+ABOUT = {"hashes": {}, "machine": platform.processor() or platform.machine()}
+METHODS = {"laptop": LAPTOP, "gpu": GPU, "tiny": LAPTOP}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    found = argparse.ArgumentParser("python -m examples.keep_chat", description=__doc__.splitlines()[0])
+    found.add_argument("--form", choices=FORMS, help="size of the runs; laptop, or gpu where there is one")
+    found.add_argument("--model", default="smollm2", help="a folder, or a name on the hub, of a chat model")
+    found.add_argument("--data", type=Path, help="folder with AG News' train.csv, by default $AGNEWS_DIR")
+    found.add_argument("--instructions", type=Path, help="file of tasks, for the skill 'sequence'")
+    found.add_argument("--abilities", type=Path, help="file of multiple choice, to be measured as well")
+    found.add_argument("--skills", default="news,capitals", help=f"separated by commas: {', '.join(SKILLS)}")
+    found.add_argument(
+        "--methods",
+        help="separated by spaces: KIND:VALUE@RATE/ADAPTERS, with a factor of the form's rate, and lora, osf "
+        f"or all; kinds are {', '.join(KINDS)}",
+    )
+    found.add_argument("--seeds", type=command.count, default=1, help="number of seeds, from 0")
+    found.add_argument("--cache", type=Path, help="folder for the model and the texts it wrote")
+    found.add_argument("--out", type=Path, default=Path("runs", "keep_chat"), help="folder for results")
+    found.add_argument("--jobs", type=command.count, help="runs at once, by default one for each core or GPU")
+    found.add_argument("--report", action="store_true", help="only write tables and figures")
+    return found
+
+
+def runs_of(
+    text: str, form: str, where: str, prepared: Path, skill: str, seed: int, device: str
+) -> list[Run]:
+    """Return the runs of a list of methods."""
+    runs = []
+    for word in text.split():
+        first, _, adapters = word.partition("/")
+        first, _, factor = first.partition("@")
+        kind, _, value = first.partition(":")
+        command.check_known("methods", [kind], KINDS)
+        if kind == "before" and seed:  # the same for all seeds
+            continue
+        if bool(value) == (kind in WITHOUT_VALUE):
+            raise command.SetupError(f"method {word!r}: {kind} takes {'no' if value else 'a'} value")
+        rate = FORMS[form].rate * float(factor or 1)
+        trained = adapters or ("osf" if kind == "osf" else "lora")
+        runs.append(Run(form, where, prepared, skill, kind, float(value or 0), rate, trained, seed, device))
+    return runs
+
+
+@command.finishing
+def main(arguments: Sequence[str] | None, console: Console) -> None:
+    """Execute the missing runs, then write tables and figures."""
+    options = parser().parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options.form = options.form or ("gpu" if device == "cuda" else "laptop")
+    results = Results(options.out / "runs.jsonl")
+    if not options.report:
+        skills = [skill.strip() for skill in options.skills.split(",")]
+        command.check_known("skills", skills, SKILLS)
+        cache = options.cache or command.cache_folder()
+        cache.mkdir(parents=True, exist_ok=True)
+        files = {name: getattr(options, name) for name in ("data", "instructions", "abilities")}
+        where = chat.locate(options.model, cache)
+        console.print(
+            "The model writes conversations, and texts are encoded: minutes, in the first call only."
+        )
+        file = prepare(FORMS[options.form], where, skills, files, device, cache)
+        text = options.methods or METHODS[options.form]
+        wanted = [
+            run
+            for seed in range(options.seeds)
+            for skill in skills
+            for run in runs_of(text, options.form, where, file, skill, seed, device)
+        ]
+        waiting = [run for run in wanted if run.key not in results]
+        console.print(f"[bold]keep_chat[/]  {len(waiting)} of {len(wanted)} runs")
+        if waiting:
+            jobs = options.jobs or (1 if device == "cuda" else command.cores())
+            work(waiting, lambda run, found: results.add(rounded(run.record(found)), ABOUT), jobs, console)
+    for path in report.publish(results, options.out, console):
+        console.print(f"[bold]written[/]   {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

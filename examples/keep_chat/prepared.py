@@ -1,0 +1,130 @@
+"""All texts of a form, written and encoded once: what is kept, what is measured, and what is learned."""
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemproj.torch import write_references
+from gemproj.torch.losses import Distillation
+
+from . import model as chat
+from .model import Example, collate, moved
+from .texts import Chat, Skill
+
+
+@dataclass(frozen=True)
+class Form:
+    """The size of all runs; by default for two cores of a laptop."""
+
+    layers: int = 6  # upper layers that are trained; 0 for all
+    steps: int = 40
+    batch: int = 4  # new texts in a step
+    rate: float = 5e-4  # of AdamW, for adapters
+    drawn: int = 4  # kept texts in a step
+    kept: int = 96
+    apart: int = 48  # texts that no training sees
+    own: int = 160  # texts for the skill in capitals, a quarter of them for its test
+    tests: int = 96  # of the other skills
+    words: int = 48  # tokens of each message that the model writes
+    reference: int = 64  # tokens of a text that is kept or measured
+    longest: int = 80  # tokens of a new text
+    characters: int = 80  # of an article
+
+
+FORMS = {
+    "laptop": Form(),
+    "gpu": Form(0, 100, 16, 3e-4, 16, 512, 128, 640, 400, 96, 224, 256, 400),
+    "tiny": Form(1, 3, 2, 1e-3, 2, 6, 4, 8, 4, 12, 40, 48, 40),
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All texts of a form, as tokens or as inputs of the upper layers."""
+
+    kept: list[Example]
+    apart: list[Example]
+    said: Any  # stored outputs for `apart`
+    train: dict[str, list[Example]]
+    test: dict[str, list[Example]]
+    labels: dict[str, list[int]]  # first tokens of the possible answers
+    questions: list[tuple[str, list[Example]]]  # task, and the answers of a question, the right one first
+
+
+def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return what the model says at every position of a batch."""
+    return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
+OUTPUTS = Distillation(logits)  # of the 64 likeliest words
+MEASURED = Distillation(logits, top=512, dtype=torch.float32)
+
+
+@lru_cache(maxsize=1)
+def read(file: Path) -> Prepared:
+    """Return the prepared texts."""
+    return Prepared(**torch.load(file, weights_only=False))
+
+
+def prepare(
+    form: Form, where: str, skills: Sequence[str], files: Mapping[str, Path | None], device: str, cache: Path
+) -> Path:
+    """Write and encode all texts, unless they are in the cache; return the file that holds them.
+
+    `files` names the sources: "data", "instructions" and "abilities".
+    """
+    digest = hashlib.sha256(repr([form, where, skills, files]).encode()).hexdigest()[:12]
+    file = cache / f"keep-chat-{digest}.pt"
+    if file.is_file():
+        return file
+    model, tokenizer = chat.load(where, device)
+    writer, learned, layers = Chat(tokenizer, form.longest), form.steps * form.batch, form.layers
+    cut = chat.upper(model, layers) if layers else model
+
+    def encoded(examples: list[Example]) -> list[Example]:
+        return chat.below(model, layers, examples) if layers else examples
+
+    def of_pairs(pairs: list[tuple[str, str]]) -> list[Example]:
+        return encoded([writer.answered(*pair) for pair in pairs])
+
+    n = form.kept + form.apart
+    written = write_references(
+        model, tokenizer, n + form.own * ("capitals" in skills), tokens=form.words, batch=64, cache=cache
+    )
+    random.Random(0).shuffle(written)
+    tokens = [torch.tensor(one["input_ids"]) for one in written]
+    parted = [writer.parted(one[: form.longest].tolist()) for one in tokens[n:]]
+    pairs = [pair for pair in parted if pair]
+    made: dict[str, Callable[[], Skill]] = {
+        "news": lambda: writer.news(files["data"], learned, form.tests, form.characters),
+        "capitals": lambda: writer.capitals(pairs, len(pairs) // 4),
+        "sequence": lambda: writer.sequence(files["instructions"], learned, form.tests),
+    }
+    found = {skill: made[skill]() for skill in skills}
+    questions = writer.questions(files["abilities"]) if files["abilities"] else []
+    references = [dict.fromkeys(("input_ids", "labels"), one[: form.reference]) for one in tokens[:n]]
+    if layers:
+        chat.check_upper(model, cut, layers, references[0])
+    kept = encoded(references)
+    content = Prepared(
+        kept=kept[: form.kept],
+        apart=kept[form.kept :],
+        said=[MEASURED.outputs(cut, moved(collate([one]), device))[0] for one in kept[form.kept :]],
+        train={name: of_pairs(skill.train) for name, skill in found.items()},
+        test={name: of_pairs(skill.test) for name, skill in found.items()},
+        labels={name: [writer.tokens(label)[0] for label in skill.labels] for name, skill in found.items()},
+        questions=[
+            (one.task, of_pairs([(one.prompt, answer) for answer in one.answers])) for one in questions
+        ],
+    )
+    draft = file.with_suffix(".draft")
+    torch.save(vars(content), draft)
+    draft.replace(file)
+    return file

@@ -1,0 +1,212 @@
+"""Tables and figures of the finished runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from ..common import colours
+from ..common.drawing import STYLE, plt
+from ..common.metrics import Record, grouped, interval
+from ..common.tables import markdown_table
+from ..study.results import Results
+from .run import KINDS, WITHOUT_VALUE
+
+GATES = (0.02, 0.05, 0.1)
+# The value of each method for somebody who tunes nothing; a tolerance is also set to the gate itself.
+USUAL = {"plain": 0.0, "text": 1.0, "outputs": 1.0, "own": 1.0, "average": 0.5, "promise": 0.05}
+MARKS = {"news": "o", "capitals": "s", "sequence": "^"}
+TITLES = {"news": "News sections", "capitals": "Answers in capitals", "sequence": "Five tasks"}
+
+
+def name_of(record: Record) -> str:
+    """Return the name of a record's method, with its value."""
+    kind = record["kind"]
+    text = KINDS[kind] if kind in WITHOUT_VALUE else f"{KINDS[kind]} {record['value']:g}"
+    return text if record["adapters"] in ("lora", "osf") else f"{text}, all weights"
+
+
+def publish(results: Results, folder: Path, console: Console) -> list[Path]:
+    """Write tables and figures of the finished runs, and return their paths."""
+    records = list(results.records.values())
+    if not records:
+        return []
+    for record in records:
+        record["name"] = name_of(record)
+    text = page(records)
+    console.print(text, markup=False, soft_wrap=True)
+    written = [folder / "keep-chat.md"]
+    written[0].write_text(text + "\n", encoding="utf-8")
+    if any(record["kind"] == "promise" for record in records):
+        for theme in ("light", "dark"):
+            written.append(folder / f"asked-{theme}.svg")
+            draw(written[-1], asked, theme, records)
+        written.append(folder / "keep-chat-front.png")
+        draw(written[-1], front, "light", records)
+    return written
+
+
+def page(records: Sequence[Record]) -> str:
+    """Return a table for each skill, and the table of gates."""
+    parts = []
+    for (skill, _), runs in _grouped(records, "skill", "form"):
+        steps, seeds = runs[0]["form"]["steps"], len({run["seed"] for run in runs})
+        where = f"the last {runs[0]['form']['layers']} layers" if runs[0]["form"]["layers"] else "all layers"
+        parts.append(
+            f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
+            f"{seeds} seed{'s' if seeds > 1 else ''}.\n\n{table(runs)}"
+        )
+    return "\n\n".join([*parts, gates(records)])
+
+
+def _grouped(records: Sequence[Record], *names: str) -> list[tuple[tuple[str, ...], list[Record]]]:
+    found: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(tuple(str(record[name]) for name in names), []).append(record)
+    return list(found.items())
+
+
+def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], digits: int) -> str:
+    values = [value for run in runs if (value := measure(run)) is not None]
+    if not values:
+        return "-"
+    found = interval(values)
+    half = f" ± {found.bar:.{digits}f}" if found.bar else ""
+    return f"{found.mean:.{digits}f}{half}"
+
+
+def table(runs: Sequence[Record]) -> str:
+    """Return the table of a skill: means over the seeds with their 95 % intervals."""
+    plain = [run["step"] for run in runs if run["kind"] == "plain"]
+    base = mean(plain) if plain else None
+    rates = len({run["rate"] for run in runs if run["adapters"] == "lora"}) > 1
+    columns: dict[str, tuple[Callable[[Record], float | None], int]] = {
+        "New skill: loss": (lambda run: run["new"], 3),
+        "Right, %": (lambda run: None if "accuracy" not in run else 100 * run["accuracy"], 1),
+        "Divergence held out": (lambda run: run["held_out"], 4),
+        "Abilities, %": (lambda run: 100 * mean(run["abilities"].values()) if run["abilities"] else None, 1),
+        "Largest on the way": (lambda run: run.get("worst"), 3),
+        "Time of a step": (lambda run: run["step"] / base if base and "step" in run else None, 1),
+    }
+    rows = []
+    for (name, rate, _), found in _grouped(runs, "name", "rate", "adapters"):
+        label = f"{name}, rate {float(rate):g}" if rates and found[0]["kind"] != "before" else name
+        rows.append([label, *(_cell(found, *column) for column in columns.values())])
+    used = [k for k in range(len(columns)) if any(row[k + 1] != "-" for row in rows)]
+    head = ["Method", *(list(columns)[k] for k in used)]
+    return markdown_table(head, [[row[0], *(row[k + 1] for k in used)] for row in rows])
+
+
+def gates(records: Sequence[Record]) -> str:
+    """Return how many first runs pass a gate on the divergence, one run for each skill and seed."""
+    usual_rate = {record["form"]["rate"] for record in records}
+    first = [run for run in records if run["rate"] in usual_rate and run["adapters"] == "lora"]
+    methods: dict[str, Callable[[Record, float], bool]] = {
+        f"{KINDS[kind]} {value:g}" if kind not in WITHOUT_VALUE else KINDS[kind]: _is(kind, value)
+        for kind, value in USUAL.items()
+    }
+    methods["Promise, tolerance as the gate"] = _at_gate
+    rows = []
+    for name, takes in methods.items():
+        cells = []
+        for gate in GATES:
+            runs = [run for run in first if takes(run, gate)]
+            passed = [run for run in runs if run["held_out"] <= gate]
+            near = [run for run in runs if run["held_out"] <= 1.1 * gate]
+            cells.append(f"{len(passed)} ({len(near)}) of {len(runs)}" if runs else "-")
+        if any(cell != "-" for cell in cells):
+            rows.append([name, *cells])
+    head = ["First run at the usual setting", *(f"at most {gate:g}" for gate in GATES)]
+    note = "Runs whose divergence held out passes the gate; in brackets, within a tenth of it."
+    return f"{note}\n\n{markdown_table(head, rows)}"
+
+
+def _is(kind: str, value: float) -> Callable[[Record, float], bool]:
+    return lambda run, _: run["kind"] == kind and (kind in WITHOUT_VALUE or run["value"] == value)
+
+
+def _at_gate(run: Record, gate: float) -> bool:
+    return run["kind"] == "promise" and run["value"] == gate
+
+
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+PALETTE = {
+    "plain": colours.FINE_TUNING, "outputs": colours.REPLAY_OF_OUTPUTS, "promise": colours.GEM,
+    "text": colours.REPLAY, "average": colours.AGEM, "own": colours.NO_EXAMPLES,
+}  # fmt: skip
+THEMES = {"light": ("#333333", "#d9d9d9"), "dark": ("#e6e6e6", "#4d4d4d")}
+
+
+def draw(path: Path, drawing: Callable[..., Figure], theme: str, records: Sequence[Record]) -> None:
+    """Draw a figure for a light or a dark page, without a background if it is an SVG."""
+    ink, lines = THEMES[theme]
+    look: Mapping[str, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), ink)
+    look = dict(look) | dict.fromkeys(("xtick.color", "ytick.color"), ink) | {"grid.color": lines}
+    with plt.rc_context({**STYLE, **look, "svg.hashsalt": "gemproj", "svg.fonttype": "none"}):
+        figure = drawing(records, ink)
+        figure.savefig(
+            path,
+            transparent=path.suffix == ".svg",
+            metadata={"Date": None} if path.suffix == ".svg" else None,
+        )
+        plt.close(figure)
+
+
+def asked(records: Sequence[Record], ink: str) -> Figure:
+    """Return a figure: the divergence asked for, and found on texts that no training saw."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.2), sharey=True, width_ratios=(3, 2))
+    low, high = 0.015, 0.15
+    left.plot([low, high], [low, high], color=ink, linewidth=1, linestyle="--")
+    skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
+    for (k, skill), kind in product(enumerate(skills), ("promise", "outputs", "plain")):
+        runs = [run for run in records if run["skill"] == skill and run["kind"] == kind]
+        shift = 1 + 0.12 * (k - (len(skills) - 1) / 2)
+        look: dict[str, Any] = {"marker": MARKS[skill], "linestyle": "none", "markersize": 6, "alpha": 0.8}
+        if kind == "promise":
+            at = [run["value"] * shift for run in runs]
+            left.plot(at, [run["held_out"] for run in runs], color=colours.GEM, label=TITLES[skill], **look)
+        else:
+            colour = colours.REPLAY_OF_OUTPUTS if kind == "outputs" else colours.FINE_TUNING
+            place = [(0 if kind == "plain" else 1) + 2 * (shift - 1)] * len(runs)
+            right.plot(place, [run["held_out"] for run in runs], color=colour, **look)
+    ticks = sorted({run["value"] for run in records if run["kind"] == "promise"})
+    left.set(xscale="log", yscale="log", xlabel="Tolerance asked for, nats per token")
+    left.set_ylabel("Divergence found,\nnats per token")
+    left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    left.minorticks_off()
+    left.legend(loc="upper left")
+    right.set_xticks([0, 1], ["fine-\ntuning", "KL term,\nweight 1"])
+    right.set_xlim(-0.6, 1.6)
+    left.text(high, high, "found as asked  ", ha="right", va="bottom", fontsize=8)
+    left.set_title("With a tolerance", fontsize=10)
+    right.set_title("Without", fontsize=10)
+    return figure
+
+
+def front(records: Sequence[Record], ink: str) -> Figure:
+    """Return a figure: the loss on the new skill over the divergence on unseen texts, means of the seeds."""
+    skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
+    figure, axes = plt.subplots(1, len(skills), figsize=(4 * len(skills), 3.6), squeeze=False)
+    for skill, ax in zip(skills, axes[0], strict=True):
+        runs = [run for run in records if run["skill"] == skill and run["kind"] in PALETTE]
+        for (kind, _), found in _grouped(runs, "kind", "adapters"):
+            look: dict[str, Any] = {"marker": "o", "color": PALETTE[kind]}
+            points = sorted(
+                (mean(run["held_out"] for run in some), mean(run["new"] for run in some), some[0]["value"])
+                for some in grouped("name", found).values()
+            )
+            ax.plot(*list(zip(*points, strict=True))[:2], label=KINDS[kind], **look)
+            for x, y, value in points:
+                if kind not in WITHOUT_VALUE:
+                    ax.annotate(f"{value:g}", (x, y), (5, 5), textcoords="offset points", color=PALETTE[kind])
+        ax.set(title=TITLES[skill], xscale="log", xlabel="Divergence held out, nats per token")
+        ax.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        ax.minorticks_off()
+    axes[0][0].set_ylabel("Loss on the new skill, nats per token")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure

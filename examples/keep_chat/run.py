@@ -1,0 +1,260 @@
+"""One run: a method teaches the model a skill, and what it says elsewhere is measured."""
+
+import copy
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from gemproj.torch import Keeper, Promise
+from gemproj.torch.data import PerExample
+
+from ..common.metrics import interval
+from ..common.workers import VERSIONS
+from .model import Example, adapted, answer_losses, collate, load, moved, upper
+from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, logits, read
+
+# By kind: the method, and what its value means.
+KINDS = {
+    "before": "Before",
+    "plain": "Fine-tuning",
+    "average": "Weights averaged with those before",
+    "intruder": "PEFT's reduce_intruder_dimension",
+    "osf": "PEFT's OSF",
+    "text": "Replayed texts, weight",
+    "outputs": "Replayed outputs (KL), weight",
+    "own": "KL on the new inputs (ASFT), weight",
+    "promise": "Promise, tolerance",
+    "promise-own": "Promise about the new inputs, tolerance",
+}
+WITHOUT_VALUE = ("before", "plain", "intruder", "osf")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method, with its value, in one skill with one seed."""
+
+    form: str
+    model: str
+    prepared: Path
+    skill: str
+    kind: str
+    value: float
+    rate: float
+    adapters: str
+    seed: int
+    device: str = "cpu"
+    threads: int = 1
+
+    @property
+    def method(self) -> str:
+        """Name of the method with its value."""
+        return KINDS[self.kind] if self.kind in WITHOUT_VALUE else f"{KINDS[self.kind]} {self.value:g}"
+
+    @property
+    def title(self) -> str:
+        """Name on the screen."""
+        return f"{self.skill}, {self.method}, rate {self.rate:g}, {self.adapters}, seed {self.seed}"
+
+    @property
+    def key(self) -> str:
+        """A unique name of the run."""
+        named = (self.form, self.skill, self.kind, f"{self.value:g}", f"{self.rate:g}", self.adapters)
+        return "-".join(named) + f"-seed{self.seed}"
+
+    @staticmethod
+    def brief(result: dict[str, Any]) -> str:
+        """Summarize a result in a few words."""
+        return f"new {result['new']:.3f}, divergence held out {result['held_out']:.4f}"
+
+    def record(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Return the record of a result."""
+        about = asdict(self) | {"form": asdict(FORMS[self.form]), "versions": VERSIONS}
+        for name in ("prepared", "threads", "model"):  # of a machine
+            del about[name]
+        return {"key": self.key} | about | result
+
+    def __call__(self) -> dict[str, Any]:
+        """Train, and return the measurements."""
+        torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision("high")
+        form, data = FORMS[self.form], read(self.prepared)
+        torch.manual_seed(self.seed)
+        model = adapted(fresh(self.model, form.layers, self.device), self.adapters)
+        found = {} if self.kind == "before" else learn(model, self, form, data)
+        if self.kind == "average":
+            scale(model, self.value)
+        if self.kind == "intruder":
+            from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
+
+            reduce_intruder_dimension(model, logging_sink=None)
+        return found | measured(model, data, self.skill)
+
+
+@lru_cache(maxsize=1)
+def _original(model: str, layers: int, device: str) -> Any:
+    found, _ = load(model, device)
+    return upper(found, layers) if layers else found
+
+
+def fresh(model: str, layers: int, device: str) -> Any:
+    """Return a copy of the model before training."""
+    return copy.deepcopy(_original(model, layers, device))
+
+
+def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
+    """Train by the method; return losses, seconds and the report of a promise."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=run.rate, weight_decay=0.0)
+    plan = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / (0.1 * form.steps), 1 - step / form.steps)
+    )
+    examples = data.train[run.skill]
+    order = drawn(len(examples), form.batch, run.seed, shuffled=run.skill != "sequence")
+    start, losses = time.perf_counter(), []
+    keeper, added = None, None
+    if run.kind.startswith("promise"):
+        keeper = Keeper(model, optimizer, Promise(OUTPUTS, tolerance=run.value, examples=form.drawn))
+        keeper.keep(data.kept if run.kind == "promise" else examples, name="kept", collate=collate)
+    elif run.kind in ("text", "outputs", "own"):
+        added = penalty(model, run, form, data.kept)
+    stored, busy = time.perf_counter() - start, time.process_time()
+    model.train()
+    for _ in range(form.steps):
+        optimizer.zero_grad()
+        batch = moved(collate([examples[i] for i in next(order)]), run.device)
+        loss = answer_loss(model, batch)
+        losses.append(float(loss.detach()))
+        if added is not None:
+            loss = loss + run.value * added(batch)
+        loss.backward()
+        if keeper is None:
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        else:
+            keeper.clip_grad_norm_(1.0)
+        optimizer.step()
+        plan.step()
+    if run.device != "cpu":
+        torch.cuda.synchronize()
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    # On a CPU that has other work, its own time says more than the clock.
+    step = (busy if run.device == "cpu" else seconds - stored) / form.steps
+    found: dict[str, Any] = {"losses": losses, "step": step, "store": stored, "seconds": seconds}
+    if keeper is not None:
+        line = keeper.report()["kept"]
+        found |= {"last": line.now, "worst": line.worst, "above": line.broke}
+        keeper.remove()
+    return found
+
+
+def answer_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the mean loss of all labelled tokens."""
+    values, counts = answer_losses(model, batch)
+    return values.sum() / counts.sum()
+
+
+def penalty(
+    model: Any, run: Run, form: Form, kept: Sequence[Example]
+) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Return what a method adds to the loss of a batch: of kept texts, of outputs, or on the new inputs."""
+    model.eval()
+    if run.kind == "own":
+        before = fresh(run.model, form.layers, run.device)
+        return lambda batch: OUTPUTS(model, batch, OUTPUTS.outputs(before, batch)).mean()
+    order = drawn(len(kept), form.drawn, run.seed)
+
+    def texts(_: dict[str, Tensor]) -> Tensor:
+        return answer_loss(model, moved(collate([kept[i] for i in next(order)]), run.device))
+
+    if run.kind == "text":
+        return texts
+    stored = [OUTPUTS.outputs(model, moved(collate([one]), run.device))[0] for one in kept]
+
+    def outputs(_: dict[str, Tensor]) -> Tensor:
+        at = next(order)
+        batch = moved(collate([kept[i] for i in at]), run.device)
+        return OUTPUTS(model, batch, PerExample(stored[i] for i in at)).mean()
+
+    return outputs
+
+
+def scale(model: Any, share: float) -> None:
+    """Set the weights between those before, of share 0, and those after training, of share 1."""
+    if not isinstance(model, PeftModel):
+        raise ValueError("averaging is written for adapters")
+    for module in model.modules():
+        if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+            module.scaling = {name: share * value for name, value in module.scaling.items()}
+
+
+def drawn(n: int, size: int, seed: int, shuffled: bool = True) -> Iterator[list[int]]:
+    """Yield indices, `size` at a time; nothing is drawn again before all have been drawn."""
+    draw = random.Random(seed)
+
+    def endless() -> Iterator[int]:
+        while True:
+            yield from draw.sample(range(n), n) if shuffled else range(n)
+
+    numbers = endless()
+    while True:
+        yield list(itertools.islice(numbers, size))
+
+
+@torch.inference_mode()
+def measured(model: Any, data: Prepared, skill: str, size: int = 16) -> dict[str, Any]:
+    """Return loss and accuracy of the skill, the divergence on unseen texts, and answers that are right."""
+    model.eval()
+    device = model.device
+    total = count = right = 0.0
+    tests, first = data.test[skill], torch.tensor(data.labels.get(skill, []))
+    for start in range(0, len(tests), size):
+        batch = moved(collate(tests[start : start + size]), device)
+        values, counts = answer_losses(model, batch)
+        total, count = total + float(values.sum()), count + int(counts.sum())
+        if len(first):
+            right += _right(model, batch, first.to(device))
+    apart: list[float] = []
+    for start in range(0, len(data.apart), size):
+        batch = moved(collate(data.apart[start : start + size]), device)
+        apart += MEASURED(model, batch, PerExample(data.said[start : start + size])).tolist()
+    spread = interval(apart)
+    found: dict[str, Any] = {"new": total / count, "held_out": spread.mean, "half": spread.half}
+    if len(first):
+        found["accuracy"] = right / len(tests)
+    return found | {"abilities": abilities(model, data, size)}
+
+
+def _right(model: Any, batch: dict[str, Tensor], first: Tensor) -> int:
+    """Count the examples whose answer's first token is the likeliest of the possible ones."""
+    at = (batch["labels"] != -100).int().argmax(1)
+    said = logits(model, batch)[torch.arange(len(at)), at - 1]
+    return int((first[said[:, first].argmax(1)] == batch["labels"][torch.arange(len(at)), at]).sum())
+
+
+@torch.inference_mode()
+def abilities(model: Any, data: Prepared, size: int = 16) -> dict[str, float]:
+    """Return, by task, the share of questions whose right answer is the likeliest, per token."""
+    flat = [(k, answer) for k, (_, answers) in enumerate(data.questions) for answer in answers]
+    flat.sort(key=lambda one: len(one[1]["labels"]))
+    scores: dict[int, list[tuple[int, float]]] = {}
+    place = {id(answer): i for _, answers in data.questions for i, answer in enumerate(answers)}
+    for start in range(0, len(flat), size):
+        some = flat[start : start + size]
+        values, counts = answer_losses(model, moved(collate([one for _, one in some]), model.device))
+        means = (values.sum(1) / counts.sum(1)).tolist()
+        for (k, answer), value in zip(some, means, strict=True):
+            scores.setdefault(k, []).append((place[id(answer)], value))
+    found: dict[str, list[bool]] = {}
+    for k, (task, _) in enumerate(data.questions):
+        best = min(scores[k], key=lambda one: one[1])[0]
+        found.setdefault(task, []).append(best == 0)
+    return {task: mean(answers) for task, answers in found.items()}

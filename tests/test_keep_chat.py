@@ -1,0 +1,168 @@
+"""The example of the chat model: the whole program on a small model with random weights."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from examples.keep_chat import __main__ as program
+from examples.keep_chat import model as chat
+from examples.keep_chat import report
+from examples.keep_chat.run import drawn
+from examples.keep_chat.texts import Chat
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '#' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A chat model of three layers, with a token for each byte."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE(vocab={c: k for k, c in enumerate(bytes_)}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="#", pad_token="#")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 256}
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            **shape, num_attention_heads=2, num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id
+        )
+    )
+    where = tmp_path_factory.mktemp("model")
+    model.save_pretrained(where)
+    tokenizer.save_pretrained(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """Folder of the results of one seed, and the options that continue them."""
+    out = tmp_path_factory.mktemp("out")
+    options = ["--form", "tiny", "--model", str(folder), "--cache", str(out / "cache"), "--out", str(out)]
+    assert program.main([*options, "--jobs", "1"]) == 0
+    return out, options
+
+
+def records(out):
+    found = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    return {one["key"]: one for one in found if "key" in one}
+
+
+def test_every_run_is_recorded(finished):
+    found = records(finished[0])
+    assert len(found) == 2 * len(program.METHODS["tiny"].split())
+    for one in found.values():
+        assert (one["kind"] == "before") == (one["held_out"] < 1e-6)
+        assert ("accuracy" in one) == (one["skill"] == "news")
+        assert ("worst" in one) == (one["kind"] == "promise")
+
+
+def test_tables_and_figures(finished):
+    out, _ = finished
+    text = (out / "keep-chat.md").read_text()
+    assert "Promise, tolerance 0.05" in text
+    assert "Promise, tolerance as the gate" in text
+    for name in ("asked-light.svg", "asked-dark.svg", "keep-chat-front.png"):
+        assert (out / name).stat().st_size > 1000
+
+
+def test_continues_where_it_stopped(finished, monkeypatch):
+    out, options = finished
+    lines = (out / "runs.jsonl").read_text().splitlines(keepends=True)
+    (out / "runs.jsonl").write_text("".join(lines[:-2]) + lines[-2][:20])  # stopped while it wrote
+    before = records_of(lines[:-2])
+    assert program.main([*options, "--jobs", "1"]) == 0
+    again = records(out)
+    assert len(again) == 2 * len(program.METHODS["tiny"].split())
+    assert all(again[key] == one for key, one in before.items())
+
+
+def records_of(lines):
+    return {one["key"]: one for one in map(json.loads, lines) if "key" in one}
+
+
+OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05 intruder osf"
+
+
+def test_other_methods_and_abilities(finished, tmp_path):
+    options = finished[1]
+    question = {"task": "sums", "prefix": "", "input": "1 and 1", "choices": ["2", "3"], "answers": ["2"]}
+    (tmp_path / "abilities.jsonl").write_text(json.dumps(question) + "\n")
+    more = ["--abilities", str(tmp_path / "abilities.jsonl"), "--out", str(tmp_path), "--skills", "news"]
+    assert program.main([*options, "--jobs", "1", *more, "--methods", OTHERS]) == 0
+    found = records(tmp_path).values()
+    assert {one["kind"] for one in found} == {
+        word.partition(":")[0].partition("@")[0] for word in OTHERS.split()
+    }
+    assert {one["rate"] for one in found} == {1e-3, 5e-4}
+    assert all(one["abilities"]["sums"] in (0.0, 1.0) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--skills", "poems"], "poems"),
+        (["--methods", "plain:3"], "takes no value"),
+        (["--methods", "promise"], "takes a value"),
+        (["--model", "nowhere"], "no folder"),
+        (["--skills", "sequence"], "--instructions"),
+    ],
+)
+def test_errors(finished, capsys, arguments, said):
+    assert program.main([*finished[1], *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_upper_layers_say_what_the_whole_model_says(folder):
+    model, tokenizer = chat.load(str(folder), "cpu")
+    text = {"input_ids": torch.tensor(tokenizer("hello there")["input_ids"])}
+    cut = chat.upper(model, 2)
+    inputs = chat.below(model, 2, [text])[0]["inputs_embeds"][None]
+    assert torch.allclose(cut(inputs_embeds=inputs).logits, model(text["input_ids"][None]).logits, atol=1e-5)
+    assert len(model.model.layers) == 3
+    wrong = chat.upper(model, 1)
+    with pytest.raises(ValueError, match="cannot run alone"):
+        chat.check_upper(model, wrong, 2, text)
+
+
+def test_padding_changes_no_loss(folder):
+    model, tokenizer = chat.load(str(folder), "cpu")
+    writer = Chat(tokenizer, 64)
+    short, long = (
+        writer.answered(writer.prompt("a?"), "yes#"),
+        writer.answered(writer.prompt("a bc?"), "no, b#"),
+    )
+    both, has = chat.answer_losses(model, chat.collate([short, long]))
+    for row, mask, one in zip(both, has, (short, long), strict=True):
+        alone, counts = chat.answer_losses(model, chat.collate([one]))
+        assert torch.allclose(row[mask], alone[counts], atol=1e-5)
+        assert int(counts.sum()) == len(one["labels"][one["labels"] != -100])
+
+
+def test_a_conversation_is_parted(folder):
+    writer = Chat(chat.load(str(folder), "cpu")[1], 64)
+    prompt = writer.prompt("who?")
+    assert writer.parted(writer.tokens(prompt + "me#")) == (prompt, "me")
+    assert writer.parted(writer.tokens(prompt)) is None
+
+
+def test_nothing_is_drawn_again_before_all_are_drawn():
+    order = drawn(7, 3, 0)
+    numbers = [i for _ in range(7) for i in next(order)]
+    assert sorted(numbers[:7]) == sorted(numbers[7:14]) == sorted(numbers[14:]) == list(range(7))
+    assert [next(drawn(4, 2, 0, shuffled=False)) for _ in range(1)] == [[0, 1]]
+
+
+def test_gates_count_runs():
+    shared = {"adapters": "lora", "rate": 1.0, "form": {"rate": 1.0}, "kind": "promise", "value": 0.05}
+    runs = [shared | {"held_out": value} for value in (0.01, 0.04, 0.052)]
+    lines = report.gates(runs).splitlines()
+    assert "| Promise, tolerance 0.05 | 1 (1) of 3 | 2 (3) of 3 | 3 (3) of 3 |" in lines
+    assert "| Promise, tolerance as the gate | - | 2 (3) of 3 | - |" in lines
