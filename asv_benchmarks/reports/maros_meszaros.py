@@ -1,7 +1,7 @@
-"""``python -m asv_benchmarks.reports.maros_meszaros FOLDER``: the Maros-Meszaros programs of moderate size.
+"""``python -m asv_benchmarks.reports.maros_meszaros FOLDER``: the Maros-Meszaros programs.
 
-FOLDER holds the files ``*.mat`` of the set ``maros_meszaros_qpbenchmark``: P, q and rows ``l <= A x <= u``, of
-which the last n are the variables themselves; 1e20 stands for infinity.
+FOLDER holds the files ``*.mat`` of the set ``maros_meszaros_qpbenchmark``: P, q and rows ``l <= A x <= u``.
+The last n rows are the variables themselves, and 1e20 stands for infinity.
 """
 
 from enum import Enum
@@ -31,24 +31,22 @@ def read(path: Path) -> Problem:
     """Return the program of a file."""
     given = scipy.io.loadmat(path)
     P, A = (given[name].toarray().astype(float) for name in "PA")
-    q, l, u = (given[name].ravel().astype(float) for name in "qlu")
-    l, u = np.where(l < -INFINITE, -np.inf, l), np.where(u > INFINITE, np.inf, u)
-    n = len(q)
-    (C, low, high), (lb, ub) = (A[:-n], l[:-n], u[:-n]), (l[-n:], u[-n:])
-    equal = high - low < EQUAL
-    G, h = np.concatenate([C[~equal], -C[~equal]]), np.concatenate([high[~equal], -low[~equal]])
-    G, h = G[h < np.inf], h[h < np.inf]
-    pairs = ((M, v) if len(v) else (None, None) for M, v in ((G, h), (C[equal], high[equal])))
-    (G, h), (A, b) = pairs
-    return Problem(P, q, G, h, A, b, lb, ub)
+    q, low, high = (given[name].ravel().astype(float) for name in "qlu")
+    low, high = np.where(low < -INFINITE, -np.inf, low), np.where(high > INFINITE, np.inf, high)
+    C, lower, upper = (a[: -len(q)] for a in (A, low, high))
+    equal = upper - lower < EQUAL
+    G, h = np.concatenate([C[~equal], -C[~equal]]), np.concatenate([upper[~equal], -lower[~equal]])
+    given_rows = (G[h < np.inf], h[h < np.inf]), (C[equal], upper[equal])
+    rows = [a if len(v) else None for M, v in given_rows for a in (M, v)]
+    return Problem(P, q, *rows, low[-len(q) :], high[-len(q) :])
 
 
 def chosen(problem: Problem, subset: Subset) -> bool:
     """Return whether a program is in a subset; the published ones go by these sizes and eigenvalues."""
-    rows = len(problem.lb) + sum(len(v) for v in (problem.h, problem.b) if v is not None)
-    small = len(problem.q) <= LARGEST and rows <= LARGEST
-    posdef = subset is Subset.posdef and small
-    return subset is Subset.all or (small and (not posdef or bool((np.linalg.eigvals(problem.P) > 0).all())))
+    rows = sum(len(v) for v in (problem.lb, problem.h, problem.b) if v is not None)
+    if subset is Subset.all or max(len(problem.q), rows) > LARGEST:
+        return subset is Subset.all
+    return subset is Subset.dense or bool((np.linalg.eigvals(problem.P) > 0).all())
 
 
 def main(

@@ -12,7 +12,7 @@ from qpsolvers import Problem
 from asv_benchmarks.reports.boards import Programs, run
 
 
-def read(folder: Path, posdef: bool = True) -> Programs:
+def read(folder: Path) -> Programs:
     """Return the programs of a folder by name."""
     return {path.stem: Problem.load(str(path)) for path in sorted(folder.glob("*.npz"))}
 
