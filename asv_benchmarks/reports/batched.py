@@ -1,8 +1,8 @@
 """``python -m asv_benchmarks.reports.batched``: many small dual problems at once, beside loops and JAX.
 
 All solve ``min 1/2 lam'K lam + b'lam, lam >= 0`` for the same n matrices K of size t by t, in float64 on the
-CPU. gemproj takes them in one call, JAX in one compiled call of `jax.vmap`, and quadprog and DAQP one by one,
-in a loop over at most 1,000 of them.
+CPU. gemproj takes them in one call. qpax and jaxopt take at most 10,000 of them in one compiled call of
+`jax.vmap`; quadprog and DAQP take them one by one, in a loop over at most 1,000.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from asv_benchmarks.reports.machine import load, processor, versions
 from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj import solve_gram
 
-LOOP = 1000  # most problems of a loop
+LOOP, VMAP = 1_000, 10_000  # most problems of a loop, and of a call of JAX
 BYTES = 600_000_000  # most memory of the matrices K
 PACKAGES = ["gemproj", "numpy", "numba", "quadprog", "daqp", "qpax", "jaxopt", "jax"]
 Batch = tuple[np.ndarray, np.ndarray]
@@ -49,7 +49,7 @@ def daqp(K: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Solve the problems one by one, with the bounds as bounds."""
     solve, t = import_module("daqp").solve, b.shape[-1]
     rows, upper, lower, sense = np.zeros((0, t)), np.full(t, 1e30), np.zeros(t), np.zeros(t, dtype=np.int32)
-    return np.stack([solve(K[i], b[i], rows, upper, lower, sense)[0] for i in range(len(b))])
+    return np.stack([solve(K[i], b[i], rows, upper, lower, sense, primal_tol=1e-9)[0] for i in range(len(b))])
 
 
 def qpax(t: int) -> Solve:
@@ -112,7 +112,8 @@ def main(
                 if 8 * n * rows * rows > BYTES:
                     continue
                 K, b = draw(n, rows)
-                given = {k: (K[:LOOP], b[:LOOP]) if k in loops else (K, b) for k in solvers}
+                most = {k: LOOP if k in loops else VMAP if k in vmaps else n for k in solvers}
+                given = {k: (K[:m], b[:m]) for k, m in most.items()}
                 times = in_turn({k: Call(partial(f, *given[k])) for k, f in solvers.items()}, seconds)
                 us = [digits(1e6 * min(times[k]) / len(given[k][1])) for k in solvers]
                 wrong = [power(residual(*given[k], f(*given[k]))) for k, f in solvers.items()]

@@ -10,8 +10,7 @@ The program ``min 1/2 x'Px + q'x, C x >= c`` with ``P = LL'`` and ``y = L'x`` is
   with the last x is added to q. The fixed point of these steps is a solution of the program itself.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import qpsolvers
@@ -21,13 +20,13 @@ from gemproj import solve_dual
 
 # A squared pivot of P below this, relative to the largest entry of its diagonal, counts as zero.
 SINGULAR = 1e-10
-# The shift of a singular P, in the same units: the root of the rounding of float64.
-SHIFT = 1e-8
+# The shift of a singular P, in the same units: the root of the rounding of float64. A P that needs more than
+# the largest shift is not positive semidefinite.
+SHIFT, LARGEST = 1e-8, 1e-4
 ROUNDS = 10  # at most, of a proximal step and a refinement
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """The constraints of a program as rows ``C x >= c``, of which a mask are equalities."""
 
     C: np.ndarray
@@ -48,7 +47,7 @@ class Rows:
             parts.append((-G, -h, np.zeros(len(h), dtype=bool)))
         if lb is not None or ub is not None:
             lb, ub = (np.full(len(q), v) if a is None else a for a, v in ((lb, -np.inf), (ub, np.inf)))
-            lower, upper = np.flatnonzero(lb > -np.inf), np.flatnonzero((ub < np.inf) & (lb < ub))
+            lower, upper = np.flatnonzero(lb > -np.inf), np.flatnonzero((ub < np.inf) & (lb != ub))
             one = np.eye(len(q))
             parts.append((one[lower], lb[lower], lb[lower] == ub[lower]))
             parts.append((-one[upper], -ub[upper], np.zeros(len(upper), dtype=bool)))
@@ -72,8 +71,7 @@ def solve_problem(
     `initvals` and `verbose`, which qpsolvers passes to every solver, are not used.
     """
     P, q, *_ = problem.unpack_as_dense()
-    rows, x = Rows.of(problem), np.zeros(len(q))
-    C, c, equal = rows.C, rows.c, rows.equal
+    C, c, equal, *_ = rows = Rows.of(problem)
     inverse, shift = _inverse_factor(P)
     G = C @ inverse.T
 
@@ -84,7 +82,7 @@ def solve_problem(
         return inverse.T @ (g + lam @ G), lam
 
     best, least = qpsolvers.Solution(problem, found=False), np.inf
-    stationary, missing = q, c  # the residuals of zero
+    x, lam, stationary, missing = np.zeros(len(q)), np.zeros(len(c)), q, c
     for turn in range(2 * ROUNDS if shift else 2):
         if turn % 2:
             active = equal | (lam > 0.0)
@@ -116,6 +114,6 @@ def _inverse_factor(P: np.ndarray) -> tuple[np.ndarray, float]:
             if shift or np.min(np.diagonal(L)) ** 2 > SINGULAR * size:
                 return dtrtri(L, lower=1)[0], shift
         except np.linalg.LinAlgError:
-            if shift > size:
+            if shift > LARGEST * size:
                 raise
         shift = 10.0 * shift or SHIFT * size
