@@ -1,5 +1,7 @@
 """Quadratic programs as projections, and the commands that solve sets of them beside other solvers."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import scipy.io
@@ -11,7 +13,7 @@ pytest.importorskip("mpmath")
 pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
-from asv_benchmarks.reports import batched, boards, gradient_cones, maros_meszaros, mpc  # noqa: E402
+from asv_benchmarks.reports import batched, boards, gradient_cones, maros_meszaros, mpc, placed  # noqa: E402
 from asv_benchmarks.reports.families import FAMILIES  # noqa: E402
 from asv_benchmarks.reports.programs import solve_problem  # noqa: E402
 
@@ -182,6 +184,16 @@ def test_batches_are_solved_and_wrong_answers_are_seen(name):
     lam = {"gemproj": batched.ours, **makers}[name](K, b)
     assert batched.residual(K, b, lam) < 1e-6
     assert batched.residual(K, b, 1.01 * lam + 0.01) > 1e-3
+
+
+def test_the_page_has_the_tables_that_the_commands_wrote(tmp_path):
+    page = Path(__file__).parent.parent / "docs" / "boards.md"
+    assert placed.placed(page) == page.read_text()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "one.md").write_text("new\n")
+    (tmp_path / "page.md").write_text("a\n<!-- results/one.md -->\nold\n<!-- end -->\nb\n")
+    assert CliRunner().invoke(typed(placed.main), [str(tmp_path / "page.md")]).exit_code == 0
+    assert (tmp_path / "page.md").read_text() == "a\n<!-- results/one.md -->\n\nnew\n\n<!-- end -->\nb\n"
 
 
 def typed(main):
