@@ -1,5 +1,6 @@
 """Quadratic programs as projections, and the commands that solve sets of them beside other solvers."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import scipy.io
 import scipy.sparse
 from problems import assert_close, rational_projection
+
+from gemproj import GEM2017, project
 
 qpsolvers = pytest.importorskip("qpsolvers", reason="needs the extra compare")
 pytest.importorskip("mpmath")
@@ -184,6 +187,67 @@ def test_batches_are_solved_and_wrong_answers_are_seen(name):
     lam = {"gemproj": batched.ours, **makers}[name](K, b)
     assert batched.residual(K, b, lam) < 1e-6
     assert batched.residual(K, b, 1.01 * lam + 0.01) > 1e-3
+
+
+GEM = """
+import torch
+
+def project2cone2(gradient, memories, margin=0.5, eps=1e-3):
+    gradient.zero_()
+"""
+SCRIPT = """
+import argparse, torch
+from model import gem
+
+parser = argparse.ArgumentParser()
+for name in ("model", "data_path", "data_file", "save_path", "cuda"):
+    parser.add_argument("--" + name)
+for name in ("n_layers", "n_hiddens", "batch_size", "lr", "n_memories", "memory_strength", "seed"):
+    parser.add_argument("--" + name, type=float)
+args = parser.parse_args()
+trained, tested = torch.load(args.data_path + "/" + args.data_file)
+assert trained[1][1].shape == (1200, 64) and tested[1][2].shape == (597,)
+gradient = torch.tensor([[-1.0, 2.0], [2.0, 5.0]])
+gem.project2cone2(gradient[:, 0].unsqueeze(1), torch.tensor([[1.0, 1.0], [0.0, 0.5]]), args.memory_strength)
+stats = [gradient[0, 0], gradient[1, 0], 0.0]
+"""
+
+
+def test_the_script_of_gem_runs_with_each_projection(tmp_path, monkeypatch):
+    """Only their projection is replaced, and only while a script runs."""
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    from asv_benchmarks.reports import gem_script
+
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "gem.py").write_text(GEM)
+    (tmp_path / "main.py").write_text(SCRIPT)
+    out = str(tmp_path / "out.md")
+    found = CliRunner().invoke(
+        typed(gem_script.main), [str(tmp_path), "--tasks", "2", "--seeds", "1", "--out", out]
+    )
+    assert found.exit_code == 0, found.output
+    cells = [line.split(" | ") for line in Path(out).read_text().splitlines() if line.startswith("| ")][2:]
+    first, ridge, exact = ([float(c.replace("\u2011", "-")) for c in row[1:3]] for row in cells)
+    assert first == [0.0, 0.0]  # of the file above
+    G, g = np.array([[1.0, 0.0], [1.0, 0.5]]), np.array([-1.0, 2.0])
+    assert_close(exact, project(G, g, margin=0.5), atol=1e-4)  # as printed
+    assert_close(ridge, project(G, g, method=GEM2017(0.5)), atol=1e-4)
+    assert sys.modules.pop("model.gem").project2cone2.__module__ == "model.gem"
+    sys.modules.pop("model")
+
+
+def test_the_plugin_of_avalanche_and_ours_learn():
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    import frameworks
+
+    frameworks.import_avalanche()
+    from asv_benchmarks.reports import avalanche_plugin
+
+    accuracy = {k: avalanche_plugin.learn(make(), 2, 0)[0] for k, make in avalanche_plugin.plugins().items()}
+    assert min(accuracy.values()) > 0.8
 
 
 def test_the_page_has_the_tables_that_the_commands_wrote(tmp_path):

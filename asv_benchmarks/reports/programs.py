@@ -84,16 +84,16 @@ def solve_problem(
     best, least = qpsolvers.Solution(problem, found=False), np.inf
     x, lam, stationary, missing = np.zeros(len(q)), np.zeros(len(c)), q, c
     for turn in range(2 * ROUNDS if shift else 2):
-        if turn % 2:
-            active = equal | (lam > 0.0)
-            dx, dlam = step(stationary.astype(float), missing[active].astype(float), G[active], True)
-            x, lam[active] = x + dx, lam[active] + dlam
-            lam[~equal] = np.maximum(lam[~equal], 0.0)
-        else:
-            try:
+        try:
+            if turn % 2:
+                active = equal | (lam > 0.0)
+                dx, dlam = step(stationary.astype(float), missing[active].astype(float), G[active], True)
+                x, lam[active] = x + dx, lam[active] + dlam
+                lam[~equal] = np.maximum(lam[~equal], 0.0)
+            else:
                 x, lam = step(q - shift * x, c, G, equal if equal.any() else False)
-            except ValueError:  # no x satisfies the constraints
-                break
+        except ValueError:  # no x satisfies the constraints
+            break
         wide, weights = x.astype(np.longdouble), lam.astype(np.longdouble)
         stationary, missing = P @ wide + q - weights @ C, c - C @ wide
         gap, short = wide @ stationary - weights @ missing, np.where(equal, abs(missing), missing)
