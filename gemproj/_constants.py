@@ -12,7 +12,8 @@ RESOLVED, TRUST_SMALL = 1e-2, 1e-1
 SMALL = 1 << 17
 # Rounding of g + G'lam, relative to the size of the problem, above which x is corrected.
 LOST = 1e-14
-# Norm and right-hand side, relative to the largest of all rows, below which a row cannot contradict others.
+# Norm and right-hand side, relative to the largest norm and to the largest h or G g, below which a row cannot
+# contradict others.
 SLIGHT = 1e-15
 # Maximum number of rows that an error names.
 NAMED = 12

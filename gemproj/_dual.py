@@ -231,7 +231,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
             lam[chosen], found[chosen] = search(Dual(False, rows.V, rows.a, *some))
     rays = found[..., 0] >= INFEASIBLE
     if h is not None and (np.count_nonzero(rays) or not K.diagonal(0, -2, -1).all()):
-        slight = _refuse_infeasible(bounds, K, lam, rays)
+        slight = _refuse_infeasible(bounds, measured.gram, lam, rays)
         if np.count_nonzero(slight):
             return _search(measured, bounds.without(slight), start)
     # Without h, K and b contradict each other: there is no g with G g = b.
@@ -251,21 +251,22 @@ def _at_penalty(lam: Array, K: Array, h: Array, upper: Array) -> Array:
     return xp.where(void, upper, lam)
 
 
-def _refuse_infeasible(bounds: Bounds, K: np.ndarray, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
+def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
     """Raise for an infeasible h, and name the contradicting rows: those of a ray, or rows of norm zero.
 
-    `rays` is the mask (...) of problems whose `lam` is a ray. Rows at the level of rounding of all other
-    rows, in norm and in h, do not count: return the mask (..., t) of such rows in a ray.
+    `rays` is the mask (...) of problems whose `lam` is a ray. Rows at the level of rounding do not count: in
+    norm that of all other rows, in h that of any h and of G g. Return the mask (..., t) of those in a ray.
     """
     lower, upper, h = bounds.lower, bounds.upper, np.asarray(bounds.h)
-    norms, without = np.sqrt(K.diagonal(0, -2, -1)), np.zeros(h.shape, dtype=bool)
+    norms, without = np.sqrt(gram.K.diagonal(0, -2, -1)), np.zeros(h.shape, dtype=bool)
     void = (norms == 0) & ((h > 0) if lower is None else (h > 0) | (np.isinf(lower) & (h < 0)))
     void &= True if upper is None else np.isinf(upper)
     if not (np.count_nonzero(void) or np.count_nonzero(rays)):
         return without
     size = np.where(bounds.off, 0.0, np.abs(h))
-    slight = norms <= SLIGHT * np.max(norms, axis=-1, keepdims=True)
-    slight = slight & (size <= SLIGHT * np.max(size, axis=-1, keepdims=True))
+    longest = np.max(norms, axis=-1, keepdims=True)
+    largest = np.maximum(np.max(size, axis=-1, keepdims=True), longest * np.sqrt(gram.gg)[..., None])
+    slight = (norms <= SLIGHT * longest) & (size <= SLIGHT * largest)
     void &= ~slight
     for i in map(tuple, np.argwhere(rays | void.any(axis=-1)).tolist()):
         rows = np.flatnonzero(void[i])

@@ -196,11 +196,11 @@ def test_equalities_with_a_large_penalty_lose_no_digits(xp, penalty, rng):
 @pytest.mark.parametrize("equality", [False, True])
 @pytest.mark.parametrize("norm", [0.0, 1e-145, 1e-17])
 def test_rows_at_the_rounding_of_the_others_contradict_nothing(host, equality, norm):
-    """In norm and in h; a batch may have them in some of its problems."""
+    """In norm and in h, where G g has a rounding, too; a batch may have them in some of its problems."""
     G, g = np.array([[-norm, 0.0], [1.0, 0.0]]), np.array([-1.0, 1.0])
-    for h in ([1e-17, 100.0], [-1e-17, 100.0], [1e-14, 100.0]):
+    for h in ([1e-17, 100.0], [-1e-17, 100.0], [1e-14, 100.0], [1e-17, 0.0]):
         options = {"h": host.array(h), "equality": np.array([equality, False])}
-        assert_close(host.project(G, g, **options), [100.0, 1.0], atol=1e-13)
+        assert_close(host.project(G, g, **options), [h[1], 1.0], atol=1e-13)
         sol = solve_dual(host.array(G), host.array(g), **options)
         assert bool(sol.optimal)
         assert float(sol.multipliers[0]) == 0.0

@@ -1,0 +1,119 @@
+"""Quadratic programs as projections, in the form that qpsolvers and qpbenchmark take.
+
+The program ``min 1/2 x'Px + q'x, C x >= c`` with ``P = LL'`` and ``y = L'x`` is the projection of
+``-L^-1 q`` onto ``{y : C L^-T y >= c}``. Two things are added to that:
+
+- **Refinement.** An answer in float64 has the rounding of the factors. The same problem, with the residuals
+  of the answer in place of q and c and its active rows as equalities, gives the correction. Residuals are
+  computed in `numpy.longdouble`, 80 bits on x86.
+- **A proximal step.** If P is singular, or nearly so, L is the factor of ``P + shift I``, and ``-shift x``
+  with the last x is added to q. The fixed point of these steps is a solution of the program itself.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import qpsolvers
+from scipy.linalg.lapack import dtrtri
+
+from gemproj import solve_dual
+
+# A squared pivot of P below this, relative to the largest entry of its diagonal, counts as zero.
+SINGULAR = 1e-10
+# The shift of a singular P, in the same units: the root of the rounding of float64. A P that needs more than
+# the largest shift is not positive semidefinite.
+SHIFT, LARGEST = 1e-8, 1e-4
+ROUNDS = 10  # at most, of a proximal step and a refinement
+
+
+class Rows(NamedTuple):
+    """The constraints of a program as rows ``C x >= c``, of which a mask are equalities."""
+
+    C: np.ndarray
+    c: np.ndarray
+    equal: np.ndarray
+    lower: Any  # indices of the variables with a row for their lower bound
+    upper: Any
+
+    @classmethod
+    def of(cls, problem: qpsolvers.Problem) -> "Rows":
+        """Stack A, -G and the finite bounds; a variable with equal bounds has one row, an equality."""
+        _, q, G, h, A, b, lb, ub = problem.unpack_as_dense()
+        parts = [(np.zeros((0, len(q))), np.zeros(0), np.zeros(0, dtype=bool))]
+        lower, upper = np.zeros(0, dtype=int), np.zeros(0, dtype=int)
+        if A is not None:
+            parts.append((A, b, np.ones(len(b), dtype=bool)))
+        if G is not None:
+            parts.append((-G, -h, np.zeros(len(h), dtype=bool)))
+        if lb is not None or ub is not None:
+            lb, ub = (np.full(len(q), v) if a is None else a for a, v in ((lb, -np.inf), (ub, np.inf)))
+            lower, upper = np.flatnonzero(lb > -np.inf), np.flatnonzero((ub < np.inf) & (lb != ub))
+            one = np.eye(len(q))
+            parts.append((one[lower], lb[lower], lb[lower] == ub[lower]))
+            parts.append((-one[upper], -ub[upper], np.zeros(len(upper), dtype=bool)))
+        C, c, equal = map(np.concatenate, zip(*parts, strict=True))
+        return cls(C, c, equal, lower, upper)
+
+    def solution(self, problem: qpsolvers.Problem, x: np.ndarray, lam: np.ndarray) -> qpsolvers.Solution:
+        """Return x and the multipliers of the rows in the signs and names of qpsolvers."""
+        m, k = (0 if a is None else len(a) for a in (problem.b, problem.h))
+        of_bounds, z_box = lam[m + k :], np.zeros(len(x))
+        z_box[self.lower] -= of_bounds[: len(self.lower)]
+        z_box[self.upper] += of_bounds[len(self.lower) :]
+        return qpsolvers.Solution(problem, found=True, x=x, y=-lam[:m], z=lam[m : m + k], z_box=z_box)
+
+
+def solve_problem(
+    problem: qpsolvers.Problem, initvals: Any = None, verbose: bool = False, eps_abs: float = 1e-9
+) -> qpsolvers.Solution:
+    """Solve a convex program to absolute residuals of `eps_abs`, or as far as float64 goes.
+
+    `initvals` and `verbose`, which qpsolvers passes to every solver, are not used.
+    """
+    P, q, *_ = problem.unpack_as_dense()
+    C, c, equal, *_ = rows = Rows.of(problem)
+    inverse, shift = _inverse_factor(P)
+    G = C @ inverse.T
+
+    def step(linear: np.ndarray, right: np.ndarray, G: np.ndarray, equality: Any) -> tuple[np.ndarray, Any]:
+        """Return x and the multipliers of ``min 1/2 |L'x|^2 + linear'x, G L'x >= right``."""
+        g = -inverse @ linear
+        lam = solve_dual(G, g, h=right, equality=equality).multipliers
+        return inverse.T @ (g + lam @ G), lam
+
+    best, least = qpsolvers.Solution(problem, found=False), np.inf
+    x, lam, stationary, missing = np.zeros(len(q)), np.zeros(len(c)), q, c
+    for turn in range(2 * ROUNDS if shift else 2):
+        try:
+            if turn % 2:
+                active = equal | (lam > 0.0)
+                dx, dlam = step(stationary.astype(float), missing[active].astype(float), G[active], True)
+                x, lam[active] = x + dx, lam[active] + dlam
+                lam[~equal] = np.maximum(lam[~equal], 0.0)
+            else:
+                x, lam = step(q - shift * x, c, G, equal if equal.any() else False)
+        except ValueError:  # no x satisfies the constraints
+            break
+        wide, weights = x.astype(np.longdouble), lam.astype(np.longdouble)
+        stationary, missing = P @ wide + q - weights @ C, c - C @ wide
+        gap, short = wide @ stationary - weights @ missing, np.where(equal, abs(missing), missing)
+        worst = max(abs(gap), np.max(abs(stationary)), np.max(short, initial=0.0))
+        if worst < least:
+            best, least = rows.solution(problem, x, lam.copy()), worst
+        if worst < eps_abs:
+            break
+    return best
+
+
+def _inverse_factor(P: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the inverse of L and the shift of ``LL' = P + shift I``; no shift for a positive definite P."""
+    size, shift = float(np.max(np.diagonal(P), initial=0.0)) or 1.0, 0.0
+    while True:
+        try:
+            L = np.linalg.cholesky(P + shift * np.eye(len(P)) if shift else P)
+            if shift or np.min(np.diagonal(L)) ** 2 > SINGULAR * size:
+                return dtrtri(L, lower=1)[0], shift
+        except np.linalg.LinAlgError:
+            if shift > LARGEST * size:
+                raise
+        shift = 10.0 * shift or SHIFT * size
