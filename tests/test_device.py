@@ -310,7 +310,7 @@ def test_certificates_where_a_row_of_k_is_not_finite(device, bad):
 
 def test_the_captured_step_of_the_documentation():
     torch.manual_seed(0)
-    names = run(ROOT / "docs" / "gpu.md")
+    names = run(ROOT / "docs" / "performance.md")
     rows = [torch.cat([v.flatten() for v in names["gradient"](*m)]) for m in names["memories"]]
     names["step"]()
     step = torch.cat([p.grad.flatten() for p in names["parameters"]])
