@@ -41,8 +41,8 @@ def words() -> str:
     weights: list[float] = []
     for held, replayed in runs().values():
         weights += [mean for mean, _ in replayed.values()]
-        for asked, (mean, _) in held.items():
-            tolerances.setdefault(asked, []).append(mean)
+        for tolerance, (mean, _) in held.items():
+            tolerances.setdefault(tolerance, []).append(mean)
     asked = " and ".join(f"{value:g}" for value in tolerances)
     got = " and ".join(f"{min(means):.3f} to {max(means):.3f}" for means in tolerances.values())
     return (
