@@ -7,7 +7,7 @@ of both languages. The script compares plain fine-tuning; replay of the referenc
 stored outputs (Kullback-Leibler divergence, KL), with a weight; a promise that the text's loss does not rise;
 and a promise that the KL stays below a tolerance, with the report on it.
 
-``--seeds 5 --figure FILE --out FILE`` made the table and the figure of docs/keep_a_skill.md. One seed takes
+``--seeds 5 --figure FILE --out FILE`` made docs/results/keep-a-skill.md and its figure. One seed takes
 less than a minute on two CPU cores and needs no data.
 """
 
