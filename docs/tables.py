@@ -1,7 +1,7 @@
 """Copies tables of docs/results/ into the pages that show them: ``python docs/tables.py``.
 
-In a page, ``<!-- results/FILE -->`` stands above the first table of that file, ``<!-- results/FILE N -->`` above
-its N-th. So pages can be read where nothing is built.
+In a page, ``<!-- results/FILE -->`` stands above the first table of that file, ``<!-- results/FILE N -->``
+above its N-th. So pages can be read where nothing is built.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Pictures with a file for light and one for dark pages: ``<picture>``, as on Git hosts, or ``{drawing} name``.
+"""Pictures with a file for light and one for dark pages: ``<picture>`` of Git hosts, or ``{drawing} name``.
 
 On these pages a reader chooses light or dark by a button, which a ``<picture>`` does not see. So each becomes
 two images, of which the theme shows one.
