@@ -138,9 +138,19 @@ def test_cost_in_t_counts_what_a_search_does(tmp_path):
 
 
 def test_a_solver_that_hangs_or_dies_is_replaced():
-    run = Isolated("SciPy NNLS", limit=2.0)
+    run = Isolated("SciPy NNLS", patience=2.0)
     for stop in (signal.SIGSTOP, signal.SIGKILL):
         os.kill(run._process.pid, stop)
         assert run(np.eye(2), -np.ones(2))[1] is None
         assert_close(run(np.eye(2), -np.ones(2))[1], np.zeros(2), atol=1e-15)
+    run.close()
+
+
+def test_a_solver_has_a_limit_of_processor_time():
+    run = Isolated("gemproj pgd, 100 steps", limit=1e-3)
+    G = np.random.default_rng(0).standard_normal((200, 2000))
+    assert run(G, -G.sum(0))[1] is None
+    run.close()
+    run = Isolated("gemproj pgd, 100 steps")
+    assert run(G, -G.sum(0))[1] is not None
     run.close()
