@@ -20,15 +20,37 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
-    "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "asv_pages",
     "checks",
     "drawing",
     "mathml",
+    "results",
+    "tree",
 ]
-# What is only included in other pages is no page of its own; neither are the sources of what is built.
-exclude_patterns = ["_build", "results", "snippets", "gallery", "paper.md"]
+exclude_patterns = ["_build", "gallery"]  # the gallery is built in gallery_pages
+
+# The sidebar: at most fifteen entries. A tuple is a page, then the pages below it.
+page_tree = {
+    "Start": [
+        "keep_chat",
+        ("training", "api_training"),
+        "promises",
+        "safety",
+        ("frameworks", "api_frameworks"),
+        "cost",
+        "faq",
+    ],
+    "Evidence": ["replay", ("study", "demo", "boards")],
+    "The projection": [
+        ("project", "gallery_pages/index", "api_solver"),
+        "migrate",
+        "accuracy",
+        "how_it_works",
+        "performance",
+    ],
+    "The project": [("contributing", "tested_versions", "changelog")],
+}
 
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -1,7 +1,6 @@
-"""Draw the picture of the projection: `python docs/hero.py` writes three files into docs/_static.
+"""Draw the picture of the projection: `python docs/hero.py` writes hero-light.svg and hero-dark.svg.
 
-hero-light.svg and hero-dark.svg are the picture with its labels, cone-card.svg a thumbnail for both themes.
-The gradients are those with which cone.html starts.
+The gradients are those with which docs/_static/cone.html starts.
 """
 
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ class Colours:
 
 LIGHT = Colours(ink="#1d2127", soft="#4f5761", exact="#00639c", agem="#b44a00", cone="#56b4e9")
 DARK = Colours(ink="#eef1f4", soft="#aab3be", exact="#6cc3f5", agem="#f3a033", cone="#2f8fc6")
-BOTH = Colours(ink="#7b8490", soft="#8a939e", exact="#1583c4", agem="#d9731a", cone="#56b4e9")
 
 TITLE = "A gradient, its projection, and the answer of A-GEM"
 TEXT = (
@@ -176,16 +174,9 @@ def hero(colours: Colours) -> str:
     )
 
 
-def card() -> str:
-    """Return the thumbnail."""
-    sheet = Sheet(320, 180, (150, 150), 62, BOTH)
-    return svg(sheet, cone(sheet), arrows(sheet, 3.4))
-
-
 FILES = {
     "hero-light.svg": lambda: hero(LIGHT),
     "hero-dark.svg": lambda: hero(DARK),
-    "cone-card.svg": card,
 }
 
 if __name__ == "__main__":

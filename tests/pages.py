@@ -10,31 +10,26 @@ from typing import NamedTuple
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 FENCE = re.compile(
-    r"(?ms)^(?P<indent> *)(?P<fence>`{3,})(?:(?P<language>python|pycon|output)|\{include\} (?P<file>snippets/\S+)) *\n"
-    r"(?P<code>.*?)^ *(?P=fence) *$"
+    r"(?ms)^(?P<indent> *)(?P<fence>`{3,})(?P<language>python|pycon|output) *\n(?P<code>.*?)^ *(?P=fence) *$"
 )
 
 
 class Block(NamedTuple):
-    """One code block, and where its code begins: the file, and the line (from 0)."""
+    """One code block, and the line where its code begins, from 0."""
 
     language: str
     code: str
     line: int
-    file: Path
 
 
 def blocks(page: Path) -> list[Block]:
-    """All blocks that run or are compared, in the order of the page, those in tabs and snippets included."""
+    """All blocks that run or are compared, in the order of the page, those in other directives included."""
     text, found = page.read_text(), []
     for match in FENCE.finditer(text):
-        if match["file"]:
-            found += blocks(page.parent / match["file"])
-            continue
         lines = match["code"].splitlines(keepends=True)
         indent = len(match["indent"])
         code = "".join(line[indent:] if line.strip() else "\n" for line in lines)
-        found.append(Block(match["language"], code, text.count("\n", 0, match.start("code")), page))
+        found.append(Block(match["language"], code, text.count("\n", 0, match.start("code"))))
     return found
 
 
@@ -47,22 +42,22 @@ def run(page: Path, names: dict | None = None) -> dict:
     names = {"__name__": "__main__"} if names is None else names
     compared = doctest.OutputChecker()
     printed = ""
-    for language, code, line, file in blocks(page):
-        linecache.cache.pop(str(file), None)
-        where = f"{file.name}, line {line + 1}"
+    linecache.cache.pop(str(page), None)
+    for language, code, line in blocks(page):
+        where = f"{page.name}, line {line + 1}"
         if language == "output":
             assert compared.check_output(code, printed, FLAGS), f"{where}: printed was\n{printed}"
         elif language == "python":
             stdout = StringIO()
             # Line numbers are those of the file, and so tracebacks show its lines.
-            program = compile("\n" * line + code, str(file), "exec")
+            program = compile("\n" * line + code, str(page), "exec")
             with redirect_stdout(stdout):
                 exec(program, names)
             printed = stdout.getvalue()
         else:
             examples = doctest.DocTestParser().get_examples(code)
             assert examples, f"{where}: no line begins with >>>"
-            test = doctest.DocTest(examples, {}, file.name, str(file), line, code)
+            test = doctest.DocTest(examples, {}, page.name, str(page), line, code)
             test.globs = names  # the constructor would copy them
             report = StringIO()
             doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.write, clear_globs=False)

@@ -1,6 +1,7 @@
 """The judge of docs/accuracy.md, the script that makes its tables, and `make fuzz`."""
 
 import os
+import re
 import signal
 from itertools import product
 
@@ -14,7 +15,7 @@ from gemproj.backends.numba import installed
 pytest.importorskip("mpmath")
 pytest.importorskip("scipy")
 accuracy = pytest.importorskip("asv_benchmarks.reports.accuracy")
-from asv_benchmarks.reports import fuzz, judge  # noqa: E402
+from asv_benchmarks.reports import cost_in_t, fuzz, judge, solvers  # noqa: E402
 from asv_benchmarks.reports.families import FAMILIES  # noqa: E402
 from asv_benchmarks.reports.isolated import Isolated  # noqa: E402
 from asv_benchmarks.reports.solvers import Findings  # noqa: E402
@@ -45,8 +46,11 @@ def test_script_writes_its_tables(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(accuracy, "REPEATS", 1)
     monkeypatch.setattr(accuracy, "LARGEST", 3)
-    accuracy.main(tmp_path, families="tiny", solvers="exact,NNLS,agem")
-    assert "held for 40 of its 40 answers" in (tmp_path / "accuracy.md").read_text()
+    accuracy.main(tmp_path, families="tiny", solvers="exact,NNLS,DAQP,agem")
+    text = (tmp_path / "accuracy.md").read_text()
+    assert "held for 40 of its 40 answers" in text
+    assert "| gemproj exact | 1 | 0 | 0 |  |  |  |\n" in text
+    assert re.search(r"\| DAQP \| \d+ \| \d+ \| \d+ \| \d+ \| \d+ \| \d+ \|\n", text)
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
@@ -110,10 +114,43 @@ def test_score_tells_failures_apart():
     assert (cell.percent, cell.silent, cell.worst("error")) == (67, 1, pytest.approx(2**-0.5))
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_a_solver_with_care_gets_a_problem_of_norm_one(scale, monkeypatch):
+    def solve(name, G, g, settings):
+        np.testing.assert_allclose(np.append(np.linalg.norm(G, axis=1), np.linalg.norm(g)), [1, 0, 1])
+        return np.maximum(0.0, -G @ g)  # exact for orthogonal rows
+
+    monkeypatch.setattr(solvers, "minimum", solve)
+    G, g = scale * np.array([[2.0, 0.0], [0.0, 0.0]]), scale * np.array([-3.0, 1.0])
+    assert_close(
+        solvers.with_care("any", "any").project(G, g), scale * np.array([0.0, 1.0]), atol=1e-15 * scale
+    )
+
+
+def test_cost_in_t_counts_what_a_search_does(tmp_path):
+    cost_in_t.main(t="2,9", d=1000, draws=2, seconds=0.0, out=tmp_path / "cost.md")
+    text = (tmp_path / "cost.md").read_text()
+    rows = [
+        [c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if re.match(r"\| \d", line)
+    ]
+    assert [row[0] for row in rows] == ["2", "9"] * 4
+    assert all(0 <= int(pivots) <= 12 * int(t) for t, pivots, *_ in rows[:6])
+
+
 def test_a_solver_that_hangs_or_dies_is_replaced():
-    run = Isolated("SciPy NNLS", limit=2.0)
+    run = Isolated("SciPy NNLS", patience=2.0)
     for stop in (signal.SIGSTOP, signal.SIGKILL):
         os.kill(run._process.pid, stop)
         assert run(np.eye(2), -np.ones(2))[1] is None
         assert_close(run(np.eye(2), -np.ones(2))[1], np.zeros(2), atol=1e-15)
+    run.close()
+
+
+def test_a_solver_has_a_limit_of_processor_time():
+    run = Isolated("gemproj pgd, 100 steps", limit=1e-3)
+    G = np.random.default_rng(0).standard_normal((200, 2000))
+    assert run(G, -G.sum(0))[1] is None
+    run.close()
+    run = Isolated("gemproj pgd, 100 steps")
+    assert run(G, -G.sum(0))[1] is not None
     run.close()

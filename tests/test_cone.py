@@ -162,7 +162,7 @@ def test_address_holds_the_state(run):
         for name in ("h", "equality"):
             assert found["state"].pop(name)[:t] == case[name][:t]
         assert found["state"] == {name: case[name] for name in found["state"]}
-    assert run("write(START, 'ar')") == ""
+    assert run("write(START, SHOWN)") == ""
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,10 @@ def test_any_address_gives_a_state_within_limits(run, address):
 
 
 def test_page_needs_no_script_for_its_picture_and_nothing_else(run):
-    text, scene = PAGE.read_text(encoding="utf-8"), run("picture(geometry(START), 'ar')")
+    text, scene = PAGE.read_text(encoding="utf-8"), run("picture(geometry(START), SHOWN)")
     assert f'<g id="scene">{scene}</g>' in text, f"Put this into the scene of cone.html:\n{scene}"
+    assert "A-GEM" in scene
+    assert "GEM 2017" not in scene  # it lies on x there: a reader turns it on
     for reference in ("src=", "<link", "@import", "url(", "fetch(", "XMLHttpRequest", "http:", "https:"):
         assert reference not in text
 

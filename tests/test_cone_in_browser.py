@@ -82,6 +82,7 @@ def test_keys_move_the_focused_handle(page):
 def test_values_that_a_screen_reader_hears(page):
     """Names from the browser's accessibility tree, which DevTools shows without aria-valuetext."""
     page.open(ADDRESS + "#s=0.01")
+    page.evaluate("$('numbers').open = true; 0")
     nodes = [n for n in page.call("Accessibility.getFullAXTree")["nodes"] if not n["ignored"]]
     for role, some in {
         "slider": {"Gradient g", "Task 1", "Scale of all gradients", "Margin (memory strength)"},
@@ -100,7 +101,7 @@ def test_values_that_a_screen_reader_hears(page):
 
 def test_typed_numbers_are_understood_and_limited(page):
     page.open(ADDRESS)
-    page.evaluate("tableRows[0].querySelector('[data-x]').focus()")
+    page.evaluate("$('numbers').open = true; tableRows[0].querySelector('[data-x]').focus()")
     for text, understood in [("1.50", 1.5), ("-", 1.5), ("77", 2.4)]:
         page.evaluate("document.activeElement.select()")
         page.call("Input.insertText", text=text)
@@ -176,6 +177,7 @@ def test_theme_and_contrast(page, scheme):
 @pytest.mark.parametrize("address", ["", THIRD + "&show=ari&m=0.5&h=-0.25,-0.25,-0.25&w=0.12&s=0.001"])
 def test_everything_fits_into_the_window(page, width, address):
     page.open(ADDRESS + address, width=width)
+    page.evaluate("$('numbers').open = true; 0")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     box = "e.getBoundingClientRect()"
     outside = f"{box}.width && ({box}.left < 0 || {box}.right > innerWidth)"

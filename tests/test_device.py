@@ -1,6 +1,7 @@
 """The public functions on a device, or on the CPU taken for one: no look at a value, and the CPU's answers."""
 
 import math
+import runpy
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,6 @@ import numpy as np
 import problems
 import pytest
 from devices import DEVICE, make_device
-from pages import run
 
 from conftest import UNSEEN
 from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solve_gram
@@ -308,9 +308,9 @@ def test_certificates_where_a_row_of_k_is_not_finite(device, bad):
         assert float(sol.error_bound()) < 1e-12
 
 
-def test_the_captured_step_of_the_documentation():
+def test_the_captured_step_of_the_example():
     torch.manual_seed(0)
-    names = run(ROOT / "docs" / "gpu.md")
+    names = runpy.run_path(str(ROOT / "examples" / "cuda_graph.py"))
     rows = [torch.cat([v.flatten() for v in names["gradient"](*m)]) for m in names["memories"]]
     names["step"]()
     step = torch.cat([p.grad.flatten() for p in names["parameters"]])

@@ -1,13 +1,17 @@
 """What a build of the pages refuses: formulas that are prose, links that lead nowhere, pictures without words."""
 
+import ast
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("latex2mathml")
+from docutils import nodes
+from docutils.utils import new_document
 from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -72,6 +76,30 @@ def test_figures_come_for_light_and_for_dark_pages(tmp_path):
     assert all(night in dark and day not in dark for day, night in pairs)
     assert "#ffffff" not in light + dark  # no ground of its own
     assert importlib.import_module("drawing").title(tmp_path / "figure-light.svg") == "A line & no more"
+
+
+def test_a_picture_of_a_git_host_becomes_one_for_each_theme():
+    drawing = importlib.import_module("drawing")
+    text = '<picture><source srcset="a-dark.svg"><img src="a-light.svg" alt="x &lt; y"></picture>'
+    document = new_document("page")
+    document += nodes.paragraph("", "", *(nodes.raw("", part) for part in re.split("(?=<)", text) if part))
+    document += nodes.paragraph("", "no picture")
+    drawing.Pictures(document).apply()
+    light, dark = document[0].children
+    assert (light["uri"], light["alt"], light["classes"]) == ("a-light.svg", "x < y", ["only-light"])
+    assert (dark["uri"], dark["classes"]) == ("a-dark.svg", ["only-dark"])
+    assert document[1].astext() == "no picture"
+
+
+def test_the_sidebar_has_all_pages_in_at_most_fifteen_entries():
+    code = ast.parse((DOCS / "conf.py").read_text()).body
+    [given] = [line for line in code if isinstance(line, ast.Assign) and line.targets[0].id == "page_tree"]
+    page_tree = ast.literal_eval(given.value)
+    assert sum(map(len, page_tree.values())) <= 15
+    named = " ".join(importlib.import_module("tree").blocks(page_tree, "index").values()).split()
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    assert pages <= set(named)
+    assert named.count("faq") == named.count("demo") == 1
 
 
 @pytest.mark.parametrize(("mode", "ground"), [(0, "ffffff"), (1, "131416")])

@@ -61,7 +61,7 @@ def test_more_rows_than_parameters_in_float32():
 
 
 def test_where_torchjd_projects_nothing_or_fails():
-    """Its limits, as of 0.18: if a new version lifts them, docs/multi_task.md is to be changed."""
+    """Its limits, as of 0.18: if a new version lifts them, docs/migrate.md is to be changed."""
     J, U = draw("random, norms of 1e-6", 4), torch.eye(4)
     assert torch.equal(QuadprogProjector()(U, J @ J.T), U)  # the trace is below 1e-4
     assert residual(J, U, U) > 1e-3

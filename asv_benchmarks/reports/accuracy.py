@@ -1,6 +1,6 @@
 """``make accuracy``: every solver on hard families of projections, judged with a hundred digits.
 
-Writes the tables and the figure of docs/accuracy.md.
+Writes the tables and the figure of docs/accuracy.md. ``python docs/tables.py`` puts the first table into it.
 """
 
 import platform
@@ -27,6 +27,7 @@ TOLERANCE = 1e-6
 # Rounding of x itself, which no bound on multipliers includes.
 ROUNDING = 1e-15
 REPEATS, LARGEST = 6, 120  # problems of each size, fewer of the large ones; the most constraints
+RESULTS = Path("docs", "results")
 PACKAGES = [
     "gemproj", "numpy", "scipy", "quadprog", "osqp", "qpsolvers", "daqp", "proxsuite", "piqp", "clarabel",
     "torchjd", "torch", "mpmath",
@@ -58,7 +59,7 @@ class Cell:
 
     def __init__(self, scores: list[Score], aim: str) -> None:
         self.scores, self.aim = scores, aim
-        self.failed = [score for score in scores if score.failed and aim == "exact"]
+        self.failed = [score for score in scores if score.failed and aim != "approximate"]
         self.silent = sum(not score.warned for score in self.failed)
 
     def worst(self, measure: str) -> float:
@@ -133,6 +134,25 @@ def matrix(results: Results, solvers: list[str], aim: str) -> list[str]:
     return markdown(["worst error", *chosen], rows) if chosen else []
 
 
+def summary(results: Results, solvers: list[str]) -> list[str]:
+    """Return the table of how many families each solver solves, by default and with care."""
+
+    def counts(name: str) -> list[str]:
+        cells = [cells[name] for cells in results.values()]
+        missed = sum(len(cell.failed) for cell in cells)
+        return [str(sum(not c.failed for c in cells)), str(missed), str(sum(c.silent for c in cells))]
+
+    careful = {name.split(",")[0]: name for name in solvers if SOLVERS[name].aim == "careful"}
+    rows = [
+        [name, *counts(name), *(counts(careful[name]) if name in careful else [""] * 3)]
+        for name in solvers
+        if SOLVERS[name].aim == "exact"
+    ]
+    head = ["solver", f"families solved, of {len(results)}", "problems missed", "silently"]
+    head += ["scaled, tight tolerances: families", "missed", "silently"]
+    return markdown(head, sorted(rows, key=lambda row: -int(row[1]))) if rows else []
+
+
 def details(results: Results) -> list[str]:
     """Return a folded table for each family."""
     head = ["solver", "r_p", "r_c", "error", "bound", "failures", "silent", "at t =", "ms"]
@@ -164,7 +184,7 @@ def picture(results: Results, solvers: list[str], path: Path) -> None:
     Colours also differ in brightness, for readers who see no hues; NaN is white. Texts have 9 pixels or more
     in a figure as wide as a page of the documentation.
     """
-    rows = [list(cells.values()) for cells in results.values()]
+    rows = [[cells[solver] for solver in solvers] for cells in results.values()]
     errors = np.array([[cell.worst("error") for cell in row] for row in rows])
     exact = sum(SOLVERS[solver].aim == "exact" for solver in solvers)  # set apart from the others
     powers = np.log10(np.clip(errors, 1e-16, 1.0))
@@ -214,7 +234,7 @@ def main(
     """Measure the errors of all solvers in all families, and write tables and figure."""
     if out is None and (families, solvers) != (None, None):
         raise typer.BadParameter("a part of the tables does not replace docs/results; name a folder: --out")
-    out = Path("docs/results") if out is None else out
+    out = RESULTS if out is None else out
     asked = pick(SOLVERS, solvers)
     used = [solver for solver in asked if not SOLVERS[solver].missing]
     drawn = {name: list(FAMILIES[name].problems(REPEATS, LARGEST)) for name in pick(FAMILIES, families)}
@@ -224,12 +244,13 @@ def main(
     basis = f"{count} problems. Python {platform.python_version()}, {versions(PACKAGES)}."
     if skipped := [f"{s} ({', '.join(SOLVERS[s].missing)} not installed)" for s in asked if s not in used]:
         basis += f" Left out: {', '.join(skipped)}."
-    overview = [basis, "", trust(results), ""]
-    overview += matrix(results, used, "exact") + matrix(results, used, "approximate")
+    overview = [basis, "", trust(results), "", *summary(results, used)]
+    for aim in ("exact", "careful", "approximate"):
+        overview += matrix(results, used, aim)
     out.mkdir(parents=True, exist_ok=True)
     publish(["\n".join(overview)], out / "accuracy.md")
     (out / "accuracy-details.md").write_text("\n".join(details(results)))
-    picture(results, used, out / "accuracy.png")
+    picture(results, [solver for solver in used if SOLVERS[solver].aim != "careful"], out / "accuracy.png")
 
 
 if __name__ == "__main__":

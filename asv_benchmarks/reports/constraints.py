@@ -77,7 +77,7 @@ def measure(name: str, n: int, t: int, seconds: float) -> tuple[list[float], lis
 
 
 def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds: float) -> list[str]:
-    """Return a row of the table of stored tokens and stored hidden states (docs/cached_trunk.md)."""
+    """Return a row of the table of stored tokens and stored hidden states."""
     first, model = layers - trained, gpt2("LMHeadModel", layers, width, trained).eval()
     inner: Any = model.base_model
     whole = inner.model

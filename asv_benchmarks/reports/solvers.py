@@ -29,7 +29,9 @@ class Solver:
     project: Vector
     # For the same problem: multipliers, whether a status warns, and an upper bound of the error.
     inspect: Callable[[np.ndarray, np.ndarray], Findings] = lambda G, g: Findings()
-    aim: str = "exact"  # "approximate" by design: errors, but no failures
+    # "exact" with default settings, "careful" if scaled and with tight tolerances; "approximate" by design:
+    # errors, but no failures.
+    aim: str = "exact"
     needs: tuple[str, ...] = ()  # packages
 
     @property
@@ -48,20 +50,35 @@ def ours(method: gemproj.Method | str, aim: str = "exact", needs: tuple[str, ...
     return Solver(lambda G, g: gemproj.project(G, g, method=method), inspect, aim, needs)
 
 
-def from_dual(dual: Vector, *needs: str) -> Solver:
+def from_dual(dual: Vector, *needs: str, aim: str = "exact") -> Solver:
     """Return a solver that computes multipliers, and then ``x = g + G'lam``."""
-    return Solver(lambda G, g: g + dual(G, g) @ G, lambda G, g: Findings(dual(G, g)), needs=needs)
+    return Solver(lambda G, g: g + dual(G, g) @ G, lambda G, g: Findings(dual(G, g)), aim, needs)
+
+
+def minimum(solver: str, G: np.ndarray, g: np.ndarray, settings: dict[str, float]) -> np.ndarray:
+    """Solve ``min 1/2 lam'K lam + b'lam, lam >= 0`` through qpsolvers."""
+    from qpsolvers import solve_qp
+
+    lam = solve_qp(G @ G.T, G @ g, lb=np.zeros(len(G)), solver=solver, **settings)
+    if lam is None:
+        raise ArithmeticError(f"{solver} found no solution")
+    return lam
 
 
 def via_qpsolvers(solver: str, package: str) -> Solver:
-    """Solve ``min 1/2 lam'K lam + b'lam, lam >= 0`` with a solver's default settings."""
+    """Solve the dual problem as it is, with a solver's default settings."""
+    return from_dual(lambda G, g: minimum(solver, G, g, {}), "qpsolvers", package)
+
+
+def with_care(solver: str, package: str, **settings: float) -> Solver:
+    """Solve the dual problem of rows and a gradient of norm one, to tight tolerances."""
 
     def dual(G: np.ndarray, g: np.ndarray) -> np.ndarray:
-        from qpsolvers import solve_qp
+        norms, size = np.linalg.norm(G, axis=1), np.linalg.norm(g)
+        norms[norms == 0.0] = 1.0
+        return minimum(solver, G / norms[:, None], g / size, settings) * size / norms
 
-        return solve_qp(G @ G.T, G @ g, lb=np.zeros(len(G)), solver=solver)  # None without a solution
-
-    return from_dual(dual, "qpsolvers", package)
+    return from_dual(dual, "qpsolvers", package, aim="careful")
 
 
 def primal_qp(G: np.ndarray, g: np.ndarray) -> np.ndarray:
@@ -105,6 +122,16 @@ SOLVERS = {
     "Clarabel": via_qpsolvers("clarabel", "clarabel"),
     "GEM reference": Solver(gem_reference, needs=("torch", "quadprog")),
     "TorchJD": Solver(torchjd, needs=("torchjd", "qpsolvers", "quadprog")),
+    # Each with the tolerance, of 1e-9 to 1e-13, at which it solves most families.
+    "quadprog, scaled": with_care("quadprog", "quadprog"),
+    "DAQP, scaled, 1e-11": with_care("daqp", "daqp", primal_tol=1e-11, dual_tol=1e-11),
+    "ProxQP, scaled, 1e-12": with_care("proxqp", "proxsuite", eps_abs=1e-12, eps_rel=0.0),
+    "PIQP, scaled, 1e-12": with_care(
+        "piqp", "piqp", eps_abs=1e-12, eps_rel=1e-12, eps_duality_gap_abs=1e-12, eps_duality_gap_rel=1e-12
+    ),
+    "Clarabel, scaled, 1e-12": with_care(
+        "clarabel", "clarabel", tol_feas=1e-12, tol_gap_abs=1e-12, tol_gap_rel=1e-12
+    ),
     "gemproj fista, 100 steps": ours(FISTA(steps=100), "approximate"),
     "gemproj pgd, 100 steps": ours(PGD(steps=100), "approximate"),
     "gemproj agem": ours("agem", "approximate"),

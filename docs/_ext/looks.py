@@ -66,6 +66,24 @@ def write(figure: Figure, path: Path) -> list[Path]:
     return files
 
 
+def thumbnail(figure: Figure, file: Path) -> None:
+    """Write the first panel of a figure without axes and words, in thick lines that can be told apart."""
+    panel, *others = figure.axes
+    for axes in others:
+        axes.remove()
+    for words in [panel.get_legend(), *panel.texts]:
+        if words is not None:
+            words.remove()
+    panel.set_title("")
+    panel.set_axis_off()
+    figure.set_layout_engine("none")
+    panel.set_position((0.03, 0.05, 0.94, 0.9))
+    for line in panel.lines:
+        line.set_linewidth(2.5 * line.get_linewidth())
+    figure.set_size_inches(3.2, 2.0)
+    figure.savefig(file)
+
+
 def scrape(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
     """Keep the figures of a block of a gallery script, for light and for dark pages; return the page's text.
 
@@ -79,10 +97,9 @@ def scrape(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any])
             raise ValueError("A figure of the gallery needs an alt text: figure.set_label('What it shows.')")
         path = Path(next(block_vars["image_path_iterator"])).with_suffix("")
         for mode, file in zip(("light", "dark"), write(figure, path), strict=True):
-            if mode == "light":  # the name from which the thumbnail is made
-                path.with_suffix(".svg").write_text(file.read_text())
             where = file.relative_to(gallery_conf["src_dir"])
             written.append(f".. image:: /{where.as_posix()}\n   :alt: {alt}\n   :class: only-{mode}\n")
+        thumbnail(figure, path.with_suffix(".svg"))  # the name from which Sphinx-Gallery takes it
     plt.close("all")
     return "\n".join(written)
 

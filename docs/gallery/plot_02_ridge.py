@@ -2,9 +2,9 @@
 A ridge turns the projection off at small gradients
 ===================================================
 
-GEM's own code adds ``1e-3`` to the diagonal of the gradients' Gram matrix. That is nothing for gradients of
-norm 10. At a norm of 0.01, which is usual for a language model, it outweighs the matrix, and hardly anything
-is projected. ``project`` has no ridge, so its answer does not depend on the scale.
+GEM's own code adds ``1e-3`` to the diagonal of the gradients' Gram matrix. For gradients of norm 1 that is
+harmless. At a norm of 0.01 it outweighs the matrix, and hardly anything is projected. ``project`` has no
+ridge, so its answer does not depend on the scale.
 """
 
 import matplotlib.pyplot as plt

@@ -25,21 +25,23 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+def train(model, optimizer, task):
+    for step in range(300):
+        optimizer.zero_grad()
+        loss(model, draw(task, 32, 1 + step)).backward()
+        optimizer.step()
+        yield
+
+
 def cosines(on):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    keeper = Keeper(model, optimizer, Promise(loss, examples=None), on=on)
-    found = []
-    for task in (0, 1):
-        for step in range(300):
-            optimizer.zero_grad()
-            loss(model, draw(task, 32, 1 + step)).backward()
-            optimizer.step()
-            if task == 1:
-                found.append(float(keeper.last.worst_cosine))
-        keeper.keep([draw(task, 100, 0)])
-    return found
+    for _ in train(model, optimizer, 0):
+        pass
+    keeper = Keeper(model, optimizer, on=on)
+    keeper.keep([draw(0, 100, 0)], Promise(loss, examples=None))
+    return [float(keeper.last.worst_cosine) for _ in train(model, optimizer, 1)]
 
 
 # %%

@@ -2,9 +2,8 @@
 Holding a loss at its bound
 ===========================
 
-A step that does not raise a loss to first order raises it a little to second order, and small rises add up. A
-promise with a ``tolerance`` remembers where the loss was: what is above the bound is taken back by the next
-steps.
+A step that does not raise a loss to first order raises it a little to second order, and small rises add up.
+With a ``tolerance``, later steps undo the small rises that earlier ones caused.
 """
 
 import matplotlib.pyplot as plt

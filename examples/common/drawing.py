@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK = "#333333"
+CHARACTERS = 12  # of a note, to the inch
 STYLE = {
     "figure.dpi": 200,
     "figure.constrained_layout.use": True,
@@ -52,6 +54,7 @@ def ticks(axes: Axes, names: Sequence[str]) -> None:
 
 
 def noted(figure: Figure, text: str) -> Figure:
-    """Write a note below a figure, in small type; return the figure."""
-    figure.supxlabel(text, fontsize=10, color="#666666")
+    """Write a note below a figure, in small type and in lines as long as it is wide; return the figure."""
+    width = int(CHARACTERS * figure.get_figwidth())
+    figure.supxlabel("\n".join(wrap(text, width)), fontsize=10, color="#666666")
     return figure

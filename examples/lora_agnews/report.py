@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..common.metrics import METRICS, Record, grouped, mean_std, metric, paired
+from ..common.metrics import METRICS, Interval, Record, grouped, mean_std, metric, paired
 from ..common.tables import difference, markdown_table, plus_minus, significant
 from .methods import METHODS
 from .record import PHASES
@@ -11,8 +11,8 @@ from .record import PHASES
 Summary = dict[str, dict[str, Any]]
 CAPTIONS = (
     "Accuracy after the whole stream. {spread}. Over GEM: the difference in AvgAcc, in percentage points, "
-    "paired over the seeds, ± half of its 95 % interval (Student's t). Where it is not bold, these seeds do "
-    "not tell the two apart.",
+    "paired over the seeds, ± half of its 95 % interval (Student's t). Noise: the interval includes zero, so "
+    "these seeds do not tell the two apart.",
     "Milliseconds. Projection: mean of one call. The rest: means over all steps after the first "
     "task, in which all methods are alike. Batch includes the replayed rows. {spread}.",
     "Share of measured steps that point against a stored task: cos(g_k, v) < -0.001 for some k, "
@@ -39,6 +39,10 @@ def summarize(records: Sequence[Record]) -> Summary:
     return summary
 
 
+def _noise(found: Interval | None) -> str:
+    return "" if found is None or found.excludes_zero else ", noise"
+
+
 def markdown(records: Sequence[Record], summary: Summary) -> str:
     """Return three tables in GitHub's Markdown, each below its caption."""
     runs = grouped("method", records)
@@ -52,7 +56,7 @@ def markdown(records: Sequence[Record], summary: Summary) -> str:
         ms = {phase: 1e3 * seconds["mean"] for phase, seconds in numbers["seconds_per_step"].items()}
         accuracy = {
             "AvgAcc (%)": plus_minus(numbers["average_accuracy"], 100, 1),
-            "Over GEM": difference(over, brief=True),
+            "Over GEM": difference(over, brief=True) + _noise(over),
             "BWT": plus_minus(numbers["backward_transfer"], 1, 3),
             "FWT": plus_minus(numbers["forward_transfer"], 1, 3),
             "Forgetting": plus_minus(numbers["forgetting"], 1, 3),

@@ -91,7 +91,7 @@ class SharedPasses:
             alone(draws[0])
         n, device, threads = len(draws[0].at), G.vector.device, torch.get_num_threads()
         of_pass, of_row = threads * _CPU_PASS, threads * _CPU_ROW
-        if device.type == "cuda":  # large passes are faster on GPUs (docs/gpu.md)
+        if device.type == "cuda":  # large passes are faster on GPUs (docs/performance.md)
             of_pass = torch.cuda.mem_get_info(device)[0] // 4
             of_row = of_pass // 2
         if count[0] > of_row:
