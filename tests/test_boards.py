@@ -16,7 +16,7 @@ pytest.importorskip("mpmath")
 pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
-from asv_benchmarks.reports import batched, boards, gradient_cones, maros_meszaros, mpc, placed  # noqa: E402
+from asv_benchmarks.reports import batched, boards, gradient_cones, maros_meszaros, mpc  # noqa: E402
 from asv_benchmarks.reports.families import FAMILIES  # noqa: E402
 from asv_benchmarks.reports.programs import solve_problem  # noqa: E402
 
@@ -248,16 +248,6 @@ def test_the_plugin_of_avalanche_and_ours_learn():
 
     accuracy = {k: avalanche_plugin.learn(make(), 2, 0)[0] for k, make in avalanche_plugin.plugins().items()}
     assert min(accuracy.values()) > 0.8
-
-
-def test_the_page_has_the_tables_that_the_commands_wrote(tmp_path):
-    page = Path(__file__).parent.parent / "docs" / "boards.md"
-    assert placed.placed(page) == page.read_text()
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "one.md").write_text("new\n")
-    (tmp_path / "page.md").write_text("a\n<!-- results/one.md -->\nold\n<!-- end -->\nb\n")
-    assert CliRunner().invoke(typed(placed.main), [str(tmp_path / "page.md")]).exit_code == 0
-    assert (tmp_path / "page.md").read_text() == "a\n<!-- results/one.md -->\n\nnew\n\n<!-- end -->\nb\n"
 
 
 def typed(main):
