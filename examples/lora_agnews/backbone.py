@@ -152,7 +152,7 @@ def _shape(folder: Path, classes: int) -> Any:
     return shape
 
 
-def _adapted(model: nn.Module) -> PeftModel:
+def _adapted(model: Any) -> PeftModel:
     transposed = model.config.model_type == "gpt2"  # how GPT-2 stores its weights
     layers = GPT2_LAYERS if transposed else LAYERS
     config = LoraConfig(task_type=TaskType.SEQ_CLS, target_modules=layers, fan_in_fan_out=transposed, **LORA)

@@ -151,13 +151,13 @@ def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float)
     for label, ((colour, marker, side), points) in curves.items():
         look: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": "white"}
         look |= {"markersize": 8, "ecolor": (colour, 0.4), "elinewidth": 1, "capsize": 2}
-        numbers = [(y - ENTROPY, x - ENTROPY, dx, dy) for (y, dy), (x, dx), _ in points]
+        numbers = [(b - ENTROPY, a - ENTROPY, da, db) for (b, db), (a, da), _ in points]
         at: Any = zip(*numbers, strict=True)
         axes.errorbar(*at, label=label, **look)
         align: dict[str, Any] = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
-        for (y, x, *_), (*_, text) in zip(numbers, points, strict=True):
+        for (right, up, *_), (*_, text) in zip(numbers, points, strict=True):
             look = {"textcoords": "offset points", "color": colour, **align}
-            axes.annotate(text, (y, x), (5 * side, 5 * side), **look)
+            axes.annotate(text, (right, up), (5 * side, 5 * side), **look)
     axes.axhline(before - ENTROPY, color="#767676", linestyle="--", label="X before")
     axes.set(xscale="log", yscale="log")
     for axis, name in ((axes.xaxis, "Y"), (axes.yaxis, "X")):
