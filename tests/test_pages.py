@@ -163,14 +163,14 @@ def test_tables_are_those_of_the_results():
 
 
 def test_the_first_picture_shows_the_recorded_drifts():
-    from asked import runs, words
+    pytest.importorskip("peft")
+    from examples.keep_chat import report
+    from examples.study.results import Results
 
-    held, replayed = runs()["all weights"]
-    assert held == {0.03: (0.027, 0.001), 0.1: (0.089, 0.005)}
-    assert {*replayed} == {1.0, 3.0, 10.0}
-    for page in (README, DOCS / "index.md", DOCS / "replay.md"):
-        assert f'alt="{words()}"' in page.read_text()
-    assert f"<title>{words()}</title>" in (DOCS / "_static/asked-dark.svg").read_text()
+    records = list(Results(DOCS / "results/keep-chat/runs.jsonl").records.values())
+    assert len({(one["skill"], one["seed"]) for one in records}) == 6
+    for page in (README, DOCS / "index.md", DOCS / "keep_chat.md"):
+        assert f'alt="{report.words(records)}"' in page.read_text()
 
 
 def words(text):

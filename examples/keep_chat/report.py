@@ -45,7 +45,7 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
         for theme in ("light", "dark"):
             written.append(folder / f"asked-{theme}.svg")
             draw(written[-1], asked, theme, records)
-        written.append(folder / "keep-chat-front.png")
+        written.append(folder / "front.png")
         draw(written[-1], front, "light", records)
     return written
 
