@@ -199,6 +199,6 @@ def test_a_backbone_of_another_kind(stage, tmp_path):
     tasks = stage[0]
     batch = backbone.encode(tasks[0].train, tokenizer, MINI)
     assert backbone.logits(model, batch).shape == (len(batch["labels"]), 4)
-    adapted = {name.split(".")[-3] for name, p in model.named_parameters() if "lora_A" in name}
+    adapted = {name.split(".")[-4] for name, p in model.named_parameters() if "lora_A" in name}
     assert adapted == set(backbone.LAYERS)
     assert backbone.trained(tokenizer) == model.get_nb_trainable_parameters()[0]

@@ -70,7 +70,7 @@ def test_a_loss_alone_takes_the_other_options_and_a_known_set_its_promise():
     assert list(keeper.sets) == ["b", 2, 3, 4]
     with pytest.raises(KeyError, match=r"no set is named 'a'; found \['b', 2, 3, 4\]"):
         keeper.forget("a")
-    with pytest.raises(ValueError, match=r"'b' were kept with outputs.*Use another name"):
+    with pytest.raises(ValueError, match=r"promise about 'b' must have the loss"):
         keeper.keep([task(0)], EACH, name="b")
     assert keeper.sets["b"].promise is own
 
