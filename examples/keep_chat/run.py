@@ -34,9 +34,16 @@ KINDS = {
     "outputs": "Replayed outputs (KL), weight",
     "own": "KL on the new inputs (ASFT), weight",
     "promise": "Promise, tolerance",
+    "auto": 'Promise, look="auto", tolerance',
     "promise-own": "Promise about the new inputs, tolerance",
 }
 WITHOUT_VALUE = ("before", "plain", "intruder", "osf")
+
+
+def method(kind: str, value: float, kept: int) -> str:
+    """Return the name of a method with its value, and with the number of texts if it may not use all."""
+    name = KINDS[kind] if kind in WITHOUT_VALUE else f"{KINDS[kind]} {value:g}"
+    return f"{name}, {kept} texts" if kept else name
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,14 @@ class Run:
     rate: float
     adapters: str
     seed: int
+    kept: int = 0  # texts that the method may use; 0 for all
     device: str = "cpu"
     threads: int = 1
 
     @property
     def method(self) -> str:
         """Name of the method with its value."""
-        return KINDS[self.kind] if self.kind in WITHOUT_VALUE else f"{KINDS[self.kind]} {self.value:g}"
+        return method(self.kind, self.value, self.kept)
 
     @property
     def title(self) -> str:
@@ -69,7 +77,8 @@ class Run:
     def key(self) -> str:
         """A unique name of the run."""
         named = (self.form, self.skill, self.kind, f"{self.value:g}", f"{self.rate:g}", self.adapters)
-        return "-".join(named) + f"-seed{self.seed}"
+        texts = f"-kept{self.kept}" if self.kept else ""
+        return "-".join(named) + f"{texts}-seed{self.seed}"
 
     @staticmethod
     def brief(result: dict[str, Any]) -> str:
@@ -122,11 +131,13 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     order = drawn(len(examples), form.batch, run.seed, shuffled=run.skill != "sequence")
     start, losses = time.perf_counter(), []
     keeper, added = None, None
-    if run.kind.startswith("promise"):
-        keeper = Keeper(model, optimizer, Promise(OUTPUTS, tolerance=run.value, examples=form.drawn))
-        keeper.keep(data.kept if run.kind == "promise" else examples, name="kept", collate=collate)
+    kept = data.kept[: run.kept or None]
+    if run.kind in ("promise", "auto", "promise-own"):
+        promise = Promise(OUTPUTS, tolerance=run.value, examples=form.drawn)
+        keeper = Keeper(model, optimizer, promise, look="auto" if run.kind == "auto" else 1)
+        keeper.keep(examples if run.kind == "promise-own" else kept, name="kept", collate=collate)
     elif run.kind in ("text", "outputs", "own"):
-        added = penalty(model, run, form, data.kept)
+        added = penalty(model, run, form, kept)
     stored, busy = time.perf_counter() - start, time.process_time()
     model.train()
     for _ in range(form.steps):
@@ -152,6 +163,7 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     if keeper is not None:
         line = keeper.report()["kept"]
         found |= {"last": line.now, "worst": line.worst, "above": line.broke}
+        found["looks"] = line.looks / line.steps
         keeper.remove()
     return found
 
