@@ -61,7 +61,8 @@ def test_every_run_is_recorded(finished):
     for one in found.values():
         assert (one["kind"] == "before") == (one["held_out"] < 1e-6)
         assert ("accuracy" in one) == (one["skill"] == "news")
-        assert ("worst" in one) == (one["kind"] in ("promise", "auto"))
+        assert ("worst" in one) == (one["kind"] in ("promise", "auto", "trainer"))
+        assert ("verdict" in one) == (one["kind"] == "trainer")
     assert {one["kept"] for one in found.values()} == {0, 4}
 
 

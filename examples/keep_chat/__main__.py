@@ -32,7 +32,12 @@ GPU = (
 )
 ABOUT = {"hashes": {}, "machine": platform.processor() or platform.machine()}
 LONG = "before plain outputs:1 promise:0.05 auto:0.05"
-METHODS = {"laptop": LAPTOP, "long": LONG, "gpu": GPU, "tiny": f"{LAPTOP} auto:0.05 promise:0.05#4"}
+METHODS = {
+    "laptop": LAPTOP,
+    "long": LONG,
+    "gpu": GPU,
+    "tiny": f"{LAPTOP} auto:0.05 promise:0.05#4 trainer:0.05",
+}
 
 
 def parser() -> argparse.ArgumentParser:

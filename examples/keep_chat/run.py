@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +36,7 @@ KINDS = {
     "own": "KL on the new inputs (ASFT), weight",
     "promise": "Promise, tolerance",
     "auto": 'Promise, look="auto", tolerance',
+    "trainer": "Promise in the Trainer, tolerance",
     "promise-own": "Promise about the new inputs, tolerance",
 }
 WITHOUT_VALUE = ("before", "plain", "intruder", "osf")
@@ -122,6 +124,8 @@ def fresh(model: str, layers: int, device: str) -> Any:
 
 def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     """Train by the method; return losses, seconds and the report of a promise."""
+    if run.kind == "trainer":
+        return through_trainer(model, run, form, data)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=run.rate, weight_decay=0.0)
     plan = torch.optim.lr_scheduler.LambdaLR(
@@ -161,11 +165,46 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     step = (busy if run.device == "cpu" else seconds - stored) / form.steps
     found: dict[str, Any] = {"losses": losses, "step": step, "store": stored, "seconds": seconds}
     if keeper is not None:
-        line = keeper.report()["kept"]
-        found |= {"last": line.now, "worst": line.worst, "above": line.broke}
-        found["looks"] = line.looks / line.steps
+        found |= reported(keeper.report()["kept"])
         keeper.remove()
     return found
+
+
+def reported(line: Any) -> dict[str, float]:
+    """Return the numbers of a line of a keeper's report."""
+    return {"last": line.now, "worst": line.worst, "above": line.broke, "looks": line.looks / line.steps}
+
+
+def through_trainer(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
+    """Train in the Trainer with a callback; its verdict is about a fifth of the kept texts, held out."""
+    from transformers import Trainer, TrainingArguments
+
+    from gemproj.integrations.transformers import KeeperCallback
+
+    promise = Promise(OUTPUTS, tolerance=run.value, examples=form.drawn)
+    keeper = KeeperCallback(data.kept[: run.kept or None], promise, name="kept", hold_out=0.2)
+    start, busy = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=form.steps,
+            per_device_train_batch_size=form.batch,
+            learning_rate=run.rate,
+            warmup_steps=form.steps // 10,
+            seed=run.seed,
+            use_cpu=run.device == "cpu",
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        examples: Any = data.train[run.skill]
+        Trainer(model, arguments, train_dataset=examples, data_collator=collate, callbacks=[keeper]).train()
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    line = keeper.report()["kept"]
+    verdict = dict(zip(("verdict", "low", "high"), line.held_out, strict=True))
+    step = (busy if run.device == "cpu" else seconds) / form.steps  # with what is stored, and the verdict
+    return {"step": step, "seconds": seconds} | reported(line) | verdict
 
 
 def answer_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
