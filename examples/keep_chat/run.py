@@ -202,6 +202,7 @@ def through_trainer(model: Any, run: Run, form: Form, data: Prepared) -> dict[st
         Trainer(model, arguments, train_dataset=examples, data_collator=collate, callbacks=[keeper]).train()
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
     line = keeper.report()["kept"]
+    assert line.held_out is not None
     verdict = dict(zip(("verdict", "low", "high"), line.held_out, strict=True))
     step = (busy if run.device == "cpu" else seconds) / form.steps  # with what is stored, and the verdict
     return {"step": step, "seconds": seconds} | reported(line) | verdict
