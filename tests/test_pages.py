@@ -152,7 +152,7 @@ def test_numbers_of_readme_stand_in_a_file_that_their_section_links():
 def test_the_pages_are_few_and_short():
     assert len(README.read_text().splitlines()) <= 90
     assert len(WRITTEN) <= 24
-    assert sum(len(page.read_text().split()) for page in WRITTEN) <= 20_000
+    assert sum(len(page.read_text().split()) for page in WRITTEN) <= 18_000
 
 
 def test_tables_are_those_of_the_results():

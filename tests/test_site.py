@@ -117,7 +117,7 @@ def test_recorded_benchmarks_can_be_read_and_are_linked():
     for run in runs:
         for name in asv_pages.PANELS:
             assert run["values"][name]["'exact'", "9", str(asv_pages.LORA)] > 0
-    text = (DOCS / "performance.md").read_text()
+    text = (DOCS / "tested_versions.md").read_text()
     assert f"{{drawing}} {asv_pages.FIGURE.as_posix()}" in text
     assert '<a href="benchmarks/index.html">' in text
 

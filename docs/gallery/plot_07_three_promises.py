@@ -30,7 +30,6 @@ def logits(model, batch):
 loss = CrossEntropy(logits, labels=1)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-keeper = Keeper(model, optimizer)
 
 
 def train(*tasks):
@@ -41,6 +40,7 @@ def train(*tasks):
 
 
 train(0, 1)
+keeper = Keeper(model, optimizer)
 said = Promise(Distillation(logits), examples=None, tolerance=0.05)
 keeper.keep([draw(0, 100)], said, name="what it said")
 keeper.keep([draw(1, 100)], Promise(loss, weight=0.5), name="older task")

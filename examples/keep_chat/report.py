@@ -164,7 +164,7 @@ def draw(path: Path, drawing: Callable[..., Figure], theme: str, records: Sequen
 
 def asked(records: Sequence[Record], ink: str) -> Figure:
     """Return a figure: the divergence asked for, and found on texts that no training saw."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.2), sharey=True, width_ratios=(3, 2))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(4.8, 3.2), sharey=True, width_ratios=(3, 2))
     low, high = 0.015, 0.15
     left.plot([low, high], [low, high], color=ink, linewidth=1, linestyle="--")
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
