@@ -16,6 +16,7 @@ from frameworks import CLIP, QUIET, BreakingOff, Transformers, batches  # noqa: 
 from models import adapted, flat, language_model, sgd, tokenizer  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from transformers import (  # noqa: E402
+    DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     Trainer,
@@ -224,6 +225,30 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
             kept_by(wrong, tmp_path / "wrong")
 
 
+@pytest.mark.parametrize("kind", ["llama", "bart"])
+def test_references_resume_with_labels_of_their_own(kind, tmp_path, monkeypatch):
+    """Not with those of the collator of the Trainer."""
+    written = [{"input_ids": [2 + k % 5, 3, 4][: 2 + k % 2]} for k in range(10)]
+    if kind == "bart":
+        written = [one | {"labels": one["input_ids"][::-1] * 2} for one in written]
+    monkeypatch.setattr("gemproj.integrations.transformers.write_references", lambda *given, **named: written)
+
+    def language(words):
+        collate = DataCollatorForLanguageModeling(words, mlm=False)
+        return lambda examples: collate([{"input_ids": one["input_ids"]} for one in examples])
+
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        keeper = KeeperCallback()
+        trainer = fine_tuning(language_model(kind, **SMALL[kind]), keeper, tmp_path, language)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append(flat(trainer.model))
+        assert keeper.report()["references"].steps == 4
+    assert torch.equal(*found)
+    batch, _ = keeper.sets["references"].fetch([0], None)
+    assert (batch["labels"].shape == batch["input_ids"].shape) == (kind == "llama")
+
+
 def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -274,6 +299,7 @@ BART = {"d_model": 8, "dropout": 0.5} | {
     for part in ("encoder", "decoder")
     for name, n in (("layers", 3), ("attention_heads", 2), ("ffn_dim", 16), ("layerdrop", 0.5))
 }
+SMALL = {"llama": {}, "bart": BART | {"dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}}
 CHECKPOINTED = {"gpt2 lora": {"n_layer": 3}, "bart": BART, "mamba": {"num_hidden_layers": 3, "state_size": 4}}
 CHECKPOINTED["llama"] = {"num_hidden_layers": 3, "attention_dropout": 0.5}
 

@@ -28,7 +28,9 @@ class Recorder:
     its cosine with the gradient of that task is negative. The cosine of the gradient itself is measured, too,
     because the step of an adaptive optimizer has another direction.
 
-    After `watch` and `watch_keeper`, hooks of the optimizer measure every step.
+    After `watch` and `watch_keeper`, hooks of the optimizer measure every step. Test rows are evaluated once
+    at a step. In the first task every method is plain fine-tuning, so runs that differ in nothing but the
+    method may share what is counted there, in a dictionary `first`.
     """
 
     def __init__(
@@ -39,7 +41,10 @@ class Recorder:
         test: Sequence[Batch],
         loss: Callable[[nn.Module, Batch], Tensor],
         logits: Callable[[nn.Module, Batch], Tensor],
+        first: dict[Any, int] | None = None,
     ) -> None:
+        # Right answers, by the step, the task, and the part of its rows.
+        self.counts = {} if first is None else first
         self.config, self.model, self.loss, self.logits = config, model, loss, logits
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.step, self.boundaries = 0, list(accumulate(steps))
@@ -132,8 +137,9 @@ class Recorder:
         measured = self.config.eval_interval or len(self.R) == len(self.test)
         self.R.append(self._accuracies() if measured else [nan] * len(self.test))
         self._note_stored_losses()
-        if len(self.R) == 2:
-            self.seconds.clear()  # during the first task every method is plain fine-tuning
+        if len(self.R) == 2:  # during the first task every method is plain fine-tuning
+            self.seconds.clear()
+            self.counts = {}
 
     def result(self) -> dict[str, Any]:
         """Return the accuracies R, metrics, curve, guarantee, drift and seconds as plain numbers.
@@ -164,17 +170,24 @@ class Recorder:
 
     def _add_point(self) -> None:
         if self._due(self.config.eval_interval):
-            accuracy = [self._right(few) / len(few["labels"]) for few, _ in self.test]
+            accuracy = [self._right(k, 0) / len(few["labels"]) for k, (few, _) in enumerate(self.test)]
             self.curve.append({"step": self.step, "accuracy": accuracy})
 
     def _accuracies(self) -> list[float]:
         return [
-            (self._right(few) + self._right(rest)) / (len(few["labels"]) + len(rest["labels"]))
-            for few, rest in self.test
+            (self._right(k, 0) + self._right(k, 1)) / (len(few["labels"]) + len(rest["labels"]))
+            for k, (few, rest) in enumerate(self.test)
         ]
 
+    def _right(self, task: int, part: int) -> int:
+        """Return the number of right answers on the rows of the curves (0), or on the others (1)."""
+        at = self.step, task, part
+        if at not in self.counts:
+            self.counts[at] = self._count(self.test[task][part])
+        return self.counts[at]
+
     @torch.inference_mode()
-    def _right(self, examples: Batch) -> int:
+    def _count(self, examples: Batch) -> int:
         self.model.eval()
         found = [
             (self.logits(self.model, part).argmax(dim=1) == part["labels"]).sum()

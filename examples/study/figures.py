@@ -13,54 +13,11 @@ from ..common.drawing import INK, noted, plt
 from ..common.metrics import Interval, Record, grouped, interval
 from . import compare
 from .compare import Found
-from .labels import label_points
 from .language import ENTROPY
 from .settings import METHODS
 
 MARKERS = "osD^vP*Xh<>"
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
-
-
-def accuracy_and_cost(found: Found) -> Figure:
-    """Draw accuracy against the time of a step; the line is the best accuracy at that cost or below.
-
-    The line leaves out joint training, which learns all tasks at once.
-    """
-    figure, axes = plt.subplots(figsize=(8, 5.4))
-    points = _accuracy_against_cost(axes, found, found.runs)
-    families = list(dict.fromkeys(METHODS[name].family for name in points))
-    for family, marker in zip(families, cycle(MARKERS), strict=False):
-        axes.plot([], [], marker, color="#666666", label=family)
-        for name in (name for name in points if METHODS[name].family == family):
-            look = {"color": METHODS[name].colour, "marker": marker, "markeredgecolor": "white"}
-            cost, accuracy = points[name]
-            axes.errorbar(cost, accuracy.mean, accuracy.bar, markersize=7.5, elinewidth=1.2, **look)
-    in_turn = {name: (cost, y.mean) for name, (cost, y) in points.items() if not METHODS[name].joint}
-    best = [points[name] for name in pareto(in_turn)]
-    steps = {"drawstyle": "steps-post", "color": INK, "linewidth": 0.8, "zorder": 1}
-    axes.plot([cost for cost, _ in best], [accuracy.mean for _, accuracy in best], **steps)
-    figure.legend(loc="outside upper center", ncols=4, handletextpad=0.2)
-    aside = "" if len(in_turn) == len(points) else ", Joint aside"
-    note = _note(accuracy for _, accuracy in points.values())
-    noted(figure, f"{note} Line: the best accuracy at that cost or less{aside}.")
-    label_points(axes, {METHODS[name].title: point for name, point in points.items()}, best)
-    return figure
-
-
-def ladders(found: Found, names: Sequence[Sequence[str]]) -> Figure:
-    """Draw accuracy against the time of a step, for methods with more and fewer examples."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.6))
-    points = _accuracy_against_cost(axes, found, [name for ladder in names for name in ladder])
-    for ladder, marker in zip(names, cycle(MARKERS), strict=False):
-        base = METHODS[ladder[0]]
-        look: Any = {"color": base.colour, "fmt": marker, "markeredgecolor": "white", "label": base.title}
-        look |= {"markersize": 7.5, "elinewidth": 1.2}
-        cost, accuracy = zip(*(points[name] for name in ladder), strict=True)
-        _intervals(axes, cost, accuracy, **look)
-    figure.legend(loc="outside upper center", ncols=len(names))
-    noted(figure, _note(accuracy for _, accuracy in points.values()))
-    label_points(axes, {METHODS[name].title: point for name, point in points.items()})
-    return figure
 
 
 def accuracy_over_stream(found: Found, selection: Sequence[str]) -> Figure:
@@ -81,23 +38,6 @@ def accuracy_over_stream(found: Found, selection: Sequence[str]) -> Figure:
             axes.fill_between(seen, mean - half, mean + half, **band)
     _over_tasks(axes, "Mean accuracy on the tasks learned so far (%)")
     return noted(figure, _note((line[-1] for line in lines.values()), "Bands"))
-
-
-def after_each_task(found: Found, reference: str, others: Sequence[str]) -> Figure:
-    """Draw the mean accuracy on the tasks learned so far minus that of other methods, after each task."""
-    figure, axes = plt.subplots(figsize=(6.8, 4))
-    axes.axhline(0, color=INK, linewidth=0.8)
-    names = [name for name in others if name in found.runs]
-    tasks, shown = np.arange(2, len(found.runs[reference][0]["boundaries"]) + 1), list[Interval]()
-    looks = zip(cycle(MARKERS), cycle(DASHES), 0.15 * side_by_side(len(names)), strict=False)
-    for name, (marker, dashes, aside) in zip(names, looks, strict=False):
-        line = [one for k in tasks if (one := found.minus(reference, name, compare.after(int(k))))]
-        look = {"color": METHODS[name].colour, "linestyle": dashes, "marker": marker}
-        look |= {"markersize": 5, "capsize": 2, "elinewidth": 1, "label": METHODS[name].title}
-        _intervals(axes, tasks + aside, line, 100, **look)
-        shown += line
-    _over_tasks(axes, f"{METHODS[reference].title} minus the other (percentage points)")
-    return noted(figure, _note(shown) + " Paired by seed.")
 
 
 def paired_differences(found: Found, baseline: str = "replay") -> Figure:
@@ -184,7 +124,7 @@ def memory(records: Sequence[Record]) -> Figure:
         for name, group in grouped("method", records, METHODS).items()
         for policy, found in grouped("policy", group, looks).items()
     }
-    for ((name, policy), line), aside in zip(lines.items(), side_by_side(len(lines)), strict=True):
+    for ((name, policy), line), aside in zip(lines.items(), np.linspace(-1, 1, len(lines)), strict=True):
         marker, dashes = looks[policy]
         look = {"color": METHODS[name].colour, "linestyle": dashes, "marker": marker, "capsize": 2}
         look |= {"elinewidth": 1, "label": f"{METHODS[name].title}, {policy}"}
@@ -199,35 +139,8 @@ def memory(records: Sequence[Record]) -> Figure:
     return noted(figure, note + " Points of the same memory size stand side by side.")
 
 
-def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the Pareto front of points (cost, gain), sorted by cost: low costs and high gains."""
-    best: list[str] = []
-    for name in sorted(points, key=lambda name: (points[name][0], -points[name][1])):
-        if not best or points[name][1] > points[best[-1]][1]:
-            best.append(name)
-    return best
-
-
-def side_by_side(lines: int) -> np.ndarray:
-    """Return the horizontal shifts of several lines, from -1 to 1; 0 for a single line."""
-    return np.linspace(-1, 1, lines) if lines > 1 else np.zeros(lines)
-
-
 def _accuracy(runs: Sequence[Record]) -> Interval:
     return interval(100 * compare.average_accuracy(run) for run in runs)
-
-
-def _accuracy_against_cost(
-    axes: Axes, found: Found, names: Iterable[str]
-) -> dict[str, tuple[float, Interval]]:
-    """Label the axes of a figure of accuracy against step time; return (time, accuracy) by method."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"Time of a step, in steps of {METHODS['plain'].title} (log scale)")
-    axes.set_ylabel("Final average accuracy (%)")
-    return {name: (found.step(name) / found.step("plain"), _accuracy(found.runs[name])) for name in names}
 
 
 def _over_tasks(axes: Any, label: str) -> None:

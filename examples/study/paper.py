@@ -56,7 +56,7 @@ def protocol(wanted: str | None) -> list[str]:
             raise
         print(f"The same protocol on the small backbone: {error}")
         seeds, methods = ",".join(map(str, paper_report.SEEDS)), ",".join(config.PAPER.methods)
-        longer = ["--rows", "1600", "--max-length", "48"]  # than in the quick preset
+        longer = ["--rows", "1600", "--max-length", "48", "--eval-interval", "10"]  # than in the quick preset
         return ["--preset", "quick", "--seeds", seeds, "--methods", methods, *longer]
     return ["--preset", "paper", "--backbone", named or MEDIUM]
 

@@ -26,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from examples.common import colours, command
 from examples.common.drawing import save
 from examples.common.metrics import Record, grouped, mean_std
+from examples.common.results import rounded
 from examples.common.tables import markdown_table, plus_minus
 from examples.common.workers import work
 from examples.lora_agnews.backbone import GPT2_LAYERS, LORA
@@ -34,7 +35,7 @@ from . import compare, digest, figures, plan
 from .__main__ import parser
 from .language import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
 from .plan import Point
-from .results import AnyRun, Results, origin, results_of, rounded
+from .results import AnyRun, Results, origin, results_of
 from .settings import SEEDS
 
 CAPTION = (

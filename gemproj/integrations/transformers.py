@@ -37,8 +37,8 @@ _LONGEST = 1024
 # Columns of examples that are tokenised already, and those of texts in the formats of TRL.
 _COLUMNS = {"input_ids", "pixel_values", "labels", "label"}
 _TEXTS = [("messages",), ("text",), ("prompt", "completion")]
-# Keys of tokens, of models that generate text and of others.
-_LABELLED, _UNLABELLED = "tokens of text", "tokens"
+# Key of the tokens of a text, which no collator of a Trainer knows.
+_TEXT = "tokens of a text"
 # Number of texts that a model writes where no data is given, and the share that is held out.
 _TEXTS_WRITTEN, _HELD_OUT = 256, 0.2
 # Names in the logs of the held-out loss and the ends of its 95 % interval.
@@ -152,16 +152,12 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         (tokenizer, _), (model, _) = self._tools, unwrapped(self._model)
         if tokenizer is None or not getattr(model, "can_generate", bool)():
             return
-        from transformers import DataCollatorForSeq2Seq
-
         world, rank = AcceleratorState().num_processes, AcceleratorState().process_index
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
         texts = write_references(model, tokenizer, max(_TEXTS_WRITTEN // world, 1), seed=rank, cache=folder)
-        if "labels" in texts[0]:
-            self.keep(texts, name="references", hold_out=_HELD_OUT, collate=DataCollatorForSeq2Seq(tokenizer))
-        else:
-            named = [{_LABELLED: one["input_ids"]} for one in texts]
-            self.keep(named, name="references", hold_out=_HELD_OUT, collate=self._collate)
+        # Only the texts of an encoder-decoder have labels of their own.
+        examples = [{_TEXT: {"labels": one["input_ids"]} | one} for one in texts]
+        self.keep(examples, name="references", hold_out=_HELD_OUT, collate=self._collate)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
@@ -309,12 +305,13 @@ def _is_text(one: Any) -> bool:
     return isinstance(one, str) or (isinstance(one, list) and bool(one) and isinstance(one[0], Mapping))
 
 
-def _tokens(one: Any, tokenizer: Any, longest: int, labels: bool) -> dict[str, list[int]]:
-    """Return the tokens of a text or of a conversation, with a name that no collator of a Trainer knows."""
+def _tokens(one: Any, tokenizer: Any, longest: int, labelled: bool) -> dict[str, dict[str, list[int]]]:
+    """Return the tokens of a text or of a conversation, as an example that `_Collator` knows."""
     text = one if isinstance(one, str) else tokenizer.apply_chat_template(one, tokenize=False)
     # A template writes its own special tokens.
     found = tokenizer(text, truncation=True, max_length=longest, add_special_tokens=isinstance(one, str))
-    return {_LABELLED if labels else _UNLABELLED: list(found["input_ids"])}
+    ids = list(found["input_ids"])
+    return {_TEXT: {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}}
 
 
 class _Collator:
@@ -324,14 +321,17 @@ class _Collator:
         self.tokenizer, self.collate = tokenizer, collate
 
     def __call__(self, examples: list[Any]) -> Any:
-        key = next((key for key in (_LABELLED, _UNLABELLED) if key in examples[0]), None)
-        if key is None:
+        if _TEXT not in examples[0]:
             assert self.collate is not None
             return self.collate(examples)
+        batch = {}
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
-        counts = torch.tensor([len(one[key]) for one in examples])
-        mask = torch.arange(max(int(counts.max()), 1)) < counts[:, None]
-        ids = torch.full(mask.shape, pad)
-        ids[mask] = torch.tensor([token for one in examples for token in one[key]])
-        batch = {"input_ids": ids, "attention_mask": mask.long()}
-        return batch | {"labels": ids.masked_fill(~mask, -100)} if key == _LABELLED else batch
+        for name in examples[0][_TEXT]:
+            rows = [one[_TEXT][name] for one in examples]
+            counts = torch.tensor([len(row) for row in rows])
+            mask = torch.arange(max(int(counts.max()), 1)) < counts[:, None]
+            batch[name] = torch.full(mask.shape, pad if name == "input_ids" else -100)
+            batch[name][mask] = torch.tensor([token for row in rows for token in row], dtype=torch.long)
+            if name == "input_ids":
+                batch["attention_mask"] = mask.long()
+        return batch
