@@ -47,15 +47,15 @@ def run(
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
     summary = report.summarize(records)
-    results = {
-        "config": asdict(config),
+    about = {
+        "config": asdict(config) | {"backbone": Path(config.backbone).name},
         "data": articles.source,
         "parameters": backbone.trained(folder),
         "environment": VERSIONS | machine,
-        "summary": summary,
-        "runs": records,
     }
-    (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]
+    lines.append('"runs": [\n' + ",\n".join(map(json.dumps, records)) + "\n]")  # a line for each
+    (out / "results.json").write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
     tables = report.markdown(records, summary)
     (out / "table.md").write_text(tables, encoding="utf-8")
     paths = figures.draw(records, {"": summary}, out)

@@ -55,7 +55,7 @@ class Recorder:
         self.phase: str | None = None  # the timed part of a step, its start, and the seconds of all parts
         self.since, self.spent = 0.0, defaultdict[str, float](float)
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.probes: list[dict[str, float]] = []
+        self.cosines: dict[str, list[float]] = {"gradient": [], "update": []}  # the worst of each probe
         self.keeper: Keeper | None = None
         self.loss_when_stored: list[float] = []  # of each task's stored examples
         self.R = [self._accuracies() if config.eval_interval else [nan] * len(test)]
@@ -96,9 +96,9 @@ class Recorder:
             self.spent.clear()
             if self.probed:
                 update = self.before - _flat(self.parameters)
-                vectors = {"gradient": _flat(p.grad for p in self.parameters), "update": update}
-                worst = {name: worst_cosine(self.G, v) for name, v in vectors.items()}
-                self.probes.append({"step": self.step} | worst)
+                gradient = _flat(p.grad for p in self.parameters)
+                for v, found in ((gradient, self.cosines["gradient"]), (update, self.cosines["update"])):
+                    found.append(worst_cosine(self.G, v))
             self._add_point()
             if self.step == self.boundaries[len(self.R) - 1]:
                 self.end_task()
@@ -150,13 +150,12 @@ class Recorder:
         projections = self.seconds["projection"]
         past = list(zip(list(self.stored.values())[:-1], self.loss_when_stored, strict=False))
         rises = [self._stored_loss(batch) - then for batch, then in past]
-        cosines = {v: [probe[v] for probe in self.probes] for v in ("gradient", "update")}
         return {
             "accuracies": self.R,
             "metrics": {name: metric(self.R) for name, metric in metrics.METRICS.items()},
             "boundaries": self.boundaries,
             "curve": self.curve,
-            "guarantee": {v: metrics.guarantee(c) for v, c in cosines.items()} | {"probes": self.probes},
+            "guarantee": {v: metrics.guarantee(found) for v, found in self.cosines.items()},
             "drift": sum(rises) / len(rises),
             "seconds": {
                 "per_step": {phase: sum(self.seconds[phase]) / later_steps for phase in PHASES},
