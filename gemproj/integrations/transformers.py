@@ -74,7 +74,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     include the numbers of `logs`, such as ``keep/excess``, wherever `report_to` sends them.
 
     Checkpoints include a file ``keeper.pt``, or one per process. It is found if training resumes from a
-    folder in ``args.output_dir``, or from ``args.resume_from_checkpoint``; otherwise call `load`.
+    folder in ``args.output_dir``; for another one, which callbacks are not told, also set
+    ``args.resume_from_checkpoint``.
 
     Parameters
     ----------
@@ -98,7 +99,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     _usual = Promise(Distillation())
     _remedy = "Pass KeeperCallback(texts): this model does not write texts."
-    _named: dict[str, Any] | None = None  # the checkpoint that `load` has read
     _tools: tuple[Any, ...] | None = None  # tokenizer and training arguments
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
@@ -106,15 +106,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             return data, collate
         assert isinstance(self._collate, _Collator)
         return _as_examples(data, self._model, self._collate, *self._tools)
-
-    def load(self, folder: str | os.PathLike[str]) -> None:
-        """Read the state of the keeper from a checkpoint, for the training that begins next.
-
-        `load` is needed only to resume from a checkpoint outside of ``args.output_dir``, because callbacks do
-        not receive its path. Call `load` after making the trainer. The checkpoint must have been made with
-        a keeper and by the same number of processes.
-        """
-        self._named = read(folder)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give back the norm to which gradients are clipped, after a training that broke off."""
@@ -143,7 +134,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             self.load_state_dict(self._find(args, state.global_step))
         elif not self.sets and not self._given:
             self._keep_references()
-        self._named = None
 
     def _keep_references(self) -> None:
         """Let a language model write what to keep, where no data was given."""
@@ -224,18 +214,17 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     def _find(self, args: Any, step: int) -> dict[str, Any]:
         """Return the state of the keeper at the step from which training resumes, or raise."""
-        folders = [_checkpoint(args, step)]
-        if args.resume_from_checkpoint and os.path.isdir(args.resume_from_checkpoint):
-            folders.insert(0, Path(args.resume_from_checkpoint))
-        states = [read(folder) for folder in folders if file_in(folder).is_file()]
-        for found in [self._named, *states]:
-            if found is not None and found["step"] == step:
+        named = args.resume_from_checkpoint
+        folders = [Path(named)] if named and os.path.isdir(named) else []
+        folders.append(_checkpoint(args, step))
+        for folder in folders:
+            if file_in(folder).is_file() and (found := read(folder))["step"] == step:
                 return found
         raise ValueError(
             f"Training resumes at step {step}, but the state of the keeper at that step is not in "
-            f"{' or '.join(map(str, folders))}. Call KeeperCallback.load(folder) with the checkpoint before "
-            "train(). If the checkpoint was made without a keeper, begin a training from its model instead: "
-            "Model.from_pretrained(checkpoint), and train() without resume_from_checkpoint."
+            f"{' or '.join(map(str, folders))}. Set args.resume_from_checkpoint to the checkpoint. If it was "
+            "made without a keeper, begin a training from its model instead: Model.from_pretrained("
+            "checkpoint), and train() without resume_from_checkpoint."
         )
 
 
