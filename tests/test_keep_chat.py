@@ -61,7 +61,9 @@ def test_every_run_is_recorded(finished):
     for one in found.values():
         assert (one["kind"] == "before") == (one["held_out"] < 1e-6)
         assert ("accuracy" in one) == (one["skill"] == "news")
-        assert ("worst" in one) == (one["kind"] == "promise")
+        assert ("worst" in one) == (one["kind"] in ("promise", "auto", "trainer"))
+        assert ("verdict" in one) == (one["kind"] == "trainer")
+    assert {one["kept"] for one in found.values()} == {0, 4}
 
 
 def test_tables_and_figures(finished):

@@ -31,7 +31,13 @@ GPU = (
     "plain@0.1/all outputs:1@0.1/all promise:0.05@0.1/all"
 )
 ABOUT = {"hashes": {}, "machine": platform.processor() or platform.machine()}
-METHODS = {"laptop": LAPTOP, "gpu": GPU, "tiny": LAPTOP}
+LONG = "before plain outputs:1 promise:0.05 auto:0.05"
+METHODS = {
+    "laptop": LAPTOP,
+    "long": LONG,
+    "gpu": GPU,
+    "tiny": f"{LAPTOP} auto:0.05 promise:0.05#4 trainer:0.05",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,8 +51,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--skills", default="news,capitals", help=f"separated by commas: {', '.join(SKILLS)}")
     found.add_argument(
         "--methods",
-        help="separated by spaces: KIND:VALUE@RATE/ADAPTERS, with a factor of the form's rate, and lora, osf "
-        f"or all; kinds are {', '.join(KINDS)}",
+        help="separated by spaces: KIND:VALUE#TEXTS@RATE/ADAPTERS, with the number of kept texts to use, "
+        f"a factor of the form's rate, and lora, osf or all; kinds are {', '.join(KINDS)}",
     )
     found.add_argument("--seeds", type=command.count, default=1, help="number of seeds, from 0")
     found.add_argument("--cache", type=Path, help="folder for the model and the texts it wrote")
@@ -64,6 +70,7 @@ def runs_of(
     for word in text.split():
         first, _, adapters = word.partition("/")
         first, _, factor = first.partition("@")
+        first, _, texts = first.partition("#")
         kind, _, value = first.partition(":")
         command.check_known("methods", [kind], KINDS)
         if kind == "before" and seed:  # the same for all seeds
@@ -72,7 +79,8 @@ def runs_of(
             raise command.SetupError(f"method {word!r}: {kind} takes {'no' if value else 'a'} value")
         rate = FORMS[form].rate * float(factor or 1)
         trained = adapters or ("osf" if kind == "osf" else "lora")
-        runs.append(Run(form, where, prepared, skill, kind, float(value or 0), rate, trained, seed, device))
+        about = (kind, float(value or 0), rate, trained, seed, int(texts or 0))
+        runs.append(Run(form, where, prepared, skill, *about, device))
     return runs
 
 

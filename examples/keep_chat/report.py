@@ -14,7 +14,7 @@ from ..common.drawing import plt, save
 from ..common.metrics import Record, grouped, interval
 from ..common.results import Results
 from ..common.tables import markdown_table, plus_minus
-from .run import KINDS, WITHOUT_VALUE
+from .run import KINDS, WITHOUT_VALUE, method
 
 GATES = (0.02, 0.05, 0.1)
 # The value of each method for somebody who tunes nothing; a tolerance is also set to the gate itself.
@@ -25,8 +25,7 @@ TITLES = {"news": "News sections", "capitals": "Answers in capitals", "sequence"
 
 def name_of(record: Record) -> str:
     """Return the name of a record's method, with its value."""
-    kind = record["kind"]
-    text = KINDS[kind] if kind in WITHOUT_VALUE else f"{KINDS[kind]} {record['value']:g}"
+    text = method(record["kind"], record["value"], record.get("kept", 0))
     return text if record["adapters"] in ("lora", "osf") else f"{text}, all weights"
 
 
@@ -41,13 +40,19 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
     console.print(text, markup=False, soft_wrap=True)
     written = [folder / "keep-chat.md"]
     written[0].write_text(text + "\n", encoding="utf-8")
-    if any(record["kind"] == "promise" for record in records):
+    shown = usual(records)
+    if any(record["kind"] == "promise" for record in shown):
         for theme, (ink, lines) in THEMES.items():
             look = dict.fromkeys(INKED, ink) | {"grid.color": lines}
-            written.append(save(folder / f"asked-{theme}.svg", asked, records, ink, **look))
+            written.append(save(folder / f"asked-{theme}.svg", asked, shown, ink, **look))
             if theme == "light":
-                written.append(save(folder / "front.png", front, records, **look))
+                written.append(save(folder / "front.png", front, shown, **look))
     return written
+
+
+def usual(records: Sequence[Record]) -> list[Record]:
+    """Return the records of the first form with all kept texts: those of the figures and gates."""
+    return [one for one in records if one["form"] == records[0]["form"] and not one.get("kept")]
 
 
 def page(records: Sequence[Record]) -> str:
@@ -60,7 +65,7 @@ def page(records: Sequence[Record]) -> str:
             f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
             f"{seeds} seed{'s' if seeds > 1 else ''}.\n\n{table(runs)}"
         )
-    return "\n\n".join([*parts, gates(records)])
+    return "\n\n".join([*parts, gates(usual(records))])
 
 
 def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], digits: int) -> str:
@@ -82,6 +87,7 @@ def table(runs: Sequence[Record]) -> str:
         "Divergence held out": (lambda run: run["held_out"], 4),
         "Abilities, %": (lambda run: 100 * mean(run["abilities"].values()) if run["abilities"] else None, 1),
         "Largest on the way": (lambda run: run.get("worst"), 3),
+        "Looks, %": (lambda run: 100 * run["looks"] if run["kind"] == "auto" else None, 0),
         "Time of a step": (lambda run: run["step"] / base if base and "step" in run else None, 1),
     }
     rows = []

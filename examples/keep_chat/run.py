@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -34,9 +35,17 @@ KINDS = {
     "outputs": "Replayed outputs (KL), weight",
     "own": "KL on the new inputs (ASFT), weight",
     "promise": "Promise, tolerance",
+    "auto": 'Promise, look="auto", tolerance',
+    "trainer": "Promise in the Trainer, tolerance",
     "promise-own": "Promise about the new inputs, tolerance",
 }
 WITHOUT_VALUE = ("before", "plain", "intruder", "osf")
+
+
+def method(kind: str, value: float, kept: int) -> str:
+    """Return the name of a method with its value, and with the number of texts if it may not use all."""
+    name = KINDS[kind] if kind in WITHOUT_VALUE else f"{KINDS[kind]} {value:g}"
+    return f"{name}, {kept} texts" if kept else name
 
 
 @dataclass(frozen=True)
@@ -52,13 +61,14 @@ class Run:
     rate: float
     adapters: str
     seed: int
+    kept: int = 0  # texts that the method may use; 0 for all
     device: str = "cpu"
     threads: int = 1
 
     @property
     def method(self) -> str:
         """Name of the method with its value."""
-        return KINDS[self.kind] if self.kind in WITHOUT_VALUE else f"{KINDS[self.kind]} {self.value:g}"
+        return method(self.kind, self.value, self.kept)
 
     @property
     def title(self) -> str:
@@ -69,7 +79,8 @@ class Run:
     def key(self) -> str:
         """A unique name of the run."""
         named = (self.form, self.skill, self.kind, f"{self.value:g}", f"{self.rate:g}", self.adapters)
-        return "-".join(named) + f"-seed{self.seed}"
+        texts = f"-kept{self.kept}" if self.kept else ""
+        return "-".join(named) + f"{texts}-seed{self.seed}"
 
     @staticmethod
     def brief(result: dict[str, Any]) -> str:
@@ -113,6 +124,8 @@ def fresh(model: str, layers: int, device: str) -> Any:
 
 def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     """Train by the method; return losses, seconds and the report of a promise."""
+    if run.kind == "trainer":
+        return through_trainer(model, run, form, data)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=run.rate, weight_decay=0.0)
     plan = torch.optim.lr_scheduler.LambdaLR(
@@ -122,11 +135,13 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     order = drawn(len(examples), form.batch, run.seed, shuffled=run.skill != "sequence")
     start, losses = time.perf_counter(), []
     keeper, added = None, None
-    if run.kind.startswith("promise"):
-        keeper = Keeper(model, optimizer, Promise(OUTPUTS, tolerance=run.value, examples=form.drawn))
-        keeper.keep(data.kept if run.kind == "promise" else examples, name="kept", collate=collate)
+    kept = data.kept[: run.kept or None]
+    if run.kind in ("promise", "auto", "promise-own"):
+        promise = Promise(OUTPUTS, tolerance=run.value, examples=form.drawn)
+        keeper = Keeper(model, optimizer, promise, look="auto" if run.kind == "auto" else 1)
+        keeper.keep(examples if run.kind == "promise-own" else kept, name="kept", collate=collate)
     elif run.kind in ("text", "outputs", "own"):
-        added = penalty(model, run, form, data.kept)
+        added = penalty(model, run, form, kept)
     stored, busy = time.perf_counter() - start, time.process_time()
     model.train()
     for _ in range(form.steps):
@@ -150,10 +165,47 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     step = (busy if run.device == "cpu" else seconds - stored) / form.steps
     found: dict[str, Any] = {"losses": losses, "step": step, "store": stored, "seconds": seconds}
     if keeper is not None:
-        line = keeper.report()["kept"]
-        found |= {"last": line.now, "worst": line.worst, "above": line.broke}
+        found |= reported(keeper.report()["kept"])
         keeper.remove()
     return found
+
+
+def reported(line: Any) -> dict[str, float]:
+    """Return the numbers of a line of a keeper's report."""
+    return {"last": line.now, "worst": line.worst, "above": line.broke, "looks": line.looks / line.steps}
+
+
+def through_trainer(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
+    """Train in the Trainer with a callback; its verdict is about a fifth of the kept texts, held out."""
+    from transformers import Trainer, TrainingArguments
+
+    from gemproj.integrations.transformers import KeeperCallback
+
+    promise = Promise(OUTPUTS, tolerance=run.value, examples=form.drawn)
+    keeper = KeeperCallback(data.kept[: run.kept or None], promise, name="kept", hold_out=0.2)
+    start, busy = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=form.steps,
+            per_device_train_batch_size=form.batch,
+            learning_rate=run.rate,
+            warmup_steps=form.steps // 10,
+            seed=run.seed,
+            use_cpu=run.device == "cpu",
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        examples: Any = data.train[run.skill]
+        Trainer(model, arguments, train_dataset=examples, data_collator=collate, callbacks=[keeper]).train()
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    line = keeper.report()["kept"]
+    assert line.held_out is not None
+    verdict = dict(zip(("verdict", "low", "high"), line.held_out, strict=True))
+    step = (busy if run.device == "cpu" else seconds) / form.steps  # with what is stored, and the verdict
+    return {"step": step, "seconds": seconds} | reported(line) | verdict
 
 
 def answer_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
