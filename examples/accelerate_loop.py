@@ -17,7 +17,7 @@ from .common.toy import TASKS, accuracies, compare, draw, loss, network
 def learn(kept: bool, epochs: int = 4) -> list[float]:
     """Learn one task after the other; return the accuracy on each of them at the end."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = network()
+    model: torch.nn.Module = network()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sets = [TensorDataset(*draw(task, 512, seed=0)) for task in range(TASKS)]
     loaders = [DataLoader(one, batch_size=16, shuffle=True) for one in sets]
