@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("mnist1d", reason="needs the extra examples")
 
 from examples.common.toy import compare
 
