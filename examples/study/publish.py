@@ -8,7 +8,6 @@ from .compare import Found
 from .results import Results, results_of
 from .settings import BASIC, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS
 
-OVER_STREAM = ("plain", "agem", "gem", "gem-tolerance", "gpm", "replay", "der", "gem-weight", "gem-kl")
 EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness matter?
 
 
@@ -21,19 +20,16 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     written = [folder / f"{stream}.md"]
     written[0].write_text(page(stream, found), encoding="utf-8")
     main = found.only(named(stream))
-    with_same = found.only(name for name in found.runs if name in main.runs or name in SAME)
-    # All policies and sizes of the memory, under the names of the methods that they vary.
-    sizes = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
-    stored = [
-        run | {"method": METHODS[name].like or name} for name in sizes for run in found.runs.get(name, [])
-    ]
-    for name, drawing, needed, what in (
-        ("stream", figures.accuracy_over_stream, "plain", (main, OVER_STREAM)),
-        ("differences", figures.paired_differences, "replay", (with_same,)),
-        ("memory", figures.memory, next(iter(MEMORIES)), (stored,)),
-    ):
-        if needed in found.runs and len(main.runs) > 1:
-            written.append(save(folder / f"{stream}-{name}.png", drawing, *what))
+    if "replay" in main.runs and len(main.runs) > 1:
+        with_same = found.only(name for name in found.runs if name in main.runs or name in SAME)
+        written.append(save(folder / f"{stream}-differences.png", figures.paired_differences, with_same))
+    if next(iter(MEMORIES)) in found.runs:
+        # All policies and sizes of the memory, under the names of the methods that they vary.
+        sizes = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
+        stored = [
+            run | {"method": METHODS[name].like or name} for name in sizes for run in found.runs.get(name, [])
+        ]
+        written.append(save(folder / f"{stream}-memory.png", figures.memory, stored))
     return written
 
 
