@@ -1,4 +1,4 @@
-"""The experiment of the I-GEM paper: its two tables and four figures beside the published ones.
+"""The experiment of the I-GEM paper: its tables and accuracies beside the published ones.
 
 If GPT-2 medium is available, this is the protocol of the paper's appendix. Otherwise it is the same protocol
 on the small backbone, which is pretrained here. Options that are not listed go to examples.lora_agnews.
