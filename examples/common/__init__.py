@@ -1,1 +1,1 @@
-"""Shared by the examples: command lines, workers, records of runs, batches, metrics, tables, figures; a toy."""
+"""Shared by the examples: command lines, workers, records, batches, metrics, tables, figures, and a toy."""
