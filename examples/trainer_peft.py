@@ -1,9 +1,7 @@
-"""A Trainer with LoRA adapters that learns three tasks, one after the other, with and without a keeper.
+"""A Trainer with LoRA adapters, without and with a keeper: ``python -m examples.trainer_peft``.
 
-Each task has two classes, which differ in their words; the model chooses among all six. The model is a tiny
-GPT-2, made from a configuration: nothing is downloaded.
-
-    python examples/trainer_peft.py
+Each of three tasks has two classes, which differ in their words; the model chooses among all six. The model
+is a tiny GPT-2, made from a configuration: nothing is downloaded.
 """
 
 import tempfile
@@ -11,12 +9,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
-from rich.table import Table
 from transformers import GPT2Config, GPT2ForSequenceClassification, Trainer, TrainingArguments
 
 from gemproj.integrations.transformers import KeeperCallback
 from gemproj.torch import Promise
+
+from .common.toy import compare
 
 TASKS, CLASSES, WORDS, LENGTH = 3, 6, 8, 12
 VOCABULARY = 1 + CLASSES * WORDS  # 0 is padding
@@ -53,37 +51,22 @@ def accuracy(model: torch.nn.Module, task: int) -> float:
     return float((told == torch.tensor([text["labels"] for text in texts])).float().mean())
 
 
-def learn(keeper: KeeperCallback | None, steps: int, folder: str) -> list[float]:
-    """Learn all tasks in turn; return the accuracy on each of them at the end."""
-    model = build()
+def learn(kept: bool, steps: int = 100) -> list[float]:
+    """Learn one task after the other; return the accuracy on each of them at the end."""
+    model, keeper = build(), KeeperCallback(promise=Promise(examples=None)) if kept else None
     options: dict[str, Any] = {"max_steps": steps, "warmup_steps": steps // 10, "learning_rate": 5e-3}
     options |= {"per_device_train_batch_size": 16, "use_cpu": True, "disable_tqdm": True}
     options |= {"report_to": "none", "save_strategy": "no", "logging_strategy": "no"}
-    callbacks = [keeper] if keeper else []
-    for task in range(TASKS):
-        arguments, data = TrainingArguments(folder, **options), write(task, 400, seed=0)
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
-        trainer.train()
-        if keeper:
-            keeper.keep(trainer.get_train_dataloader(), limit=40)
+    with tempfile.TemporaryDirectory() as folder:
+        for task in range(TASKS):
+            arguments, data = TrainingArguments(folder, **options), write(task, 400, seed=0)
+            callbacks = [keeper] if keeper else []
+            trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
+            trainer.train()
+            if keeper:
+                keeper.keep(trainer.get_train_dataloader(), limit=40)
     return [accuracy(model, task) for task in range(TASKS)]
 
 
-def main(steps: int = 100) -> Table:
-    """Compare three ways to learn the tasks."""
-    table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
-    with tempfile.TemporaryDirectory() as folder:
-        for on in (None, "gradient", "both"):
-            name = f'kept, on="{on}"' if on else "fine-tuning"
-            print(f"{name}: {TASKS} tasks of {steps} steps ...", flush=True)
-            found = learn(
-                KeeperCallback(promise=Promise(examples=None), on=on) if on else None, steps, folder
-            )
-            table.add_row(name, *(f"{a:.0%}" for a in [*found, sum(found) / TASKS]))
-    Console().print(table)
-    return table
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
-    main()
+    compare(learn)

@@ -16,6 +16,7 @@ from frameworks import CLIP, QUIET, BreakingOff, Transformers, batches  # noqa: 
 from models import adapted, flat, language_model, sgd, tokenizer  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from transformers import (  # noqa: E402
+    DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     Trainer,
@@ -115,26 +116,22 @@ def test_the_trainer_does_not_clip_and_loses_no_option(tmp_path):
     assert driver.keeper.max_norm is None
 
 
-@pytest.mark.parametrize("how", ["load", "arguments", "nothing", "load another step"])
-def test_a_checkpoint_elsewhere_is_named_by_the_caller(how, tmp_path):
+@pytest.mark.parametrize("named", [3, 6, None])
+def test_a_checkpoint_elsewhere_is_named_by_the_caller(named, tmp_path):
     whole, resumed = (Transformers(tmp_path / name, Promise(examples=3)) for name in ("whole", "resumed"))
     for driver in (whole, resumed):
         driver.keep(batches(0)[:1])
     whole.train(batches(1), save=True, epochs=2)
-    checkpoint, later = (str(whole.folder / f"checkpoint-{step}") for step in (3, 6))
-    changes = {"resume_from_checkpoint": checkpoint} if how == "arguments" else {}
+    changes = {"resume_from_checkpoint": str(whole.folder / f"checkpoint-{named}")} if named else {}
     trainer = resumed.trainer(batches(1), num_train_epochs=2, **changes)
-    if how.startswith("load"):
-        resumed.keeper.load(checkpoint if how == "load" else later)
-    if how in ("load", "arguments"):
-        trainer.train(resume_from_checkpoint=checkpoint)
+    if named == 3:
+        trainer.train(resume_from_checkpoint=str(whole.folder / "checkpoint-3"))
         assert torch.equal(flat(resumed.model), flat(whole.model))
-    else:
+    else:  # none, or that of another step
         with pytest.raises(
-            ValueError,
-            match=r"resumes at step 3, .* KeeperCallback\.load\(folder\).* without a keeper, begin",
+            ValueError, match=r"resumes at step 3, .*Set args.resume_from_checkpoint .*begin a"
         ):
-            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.train(resume_from_checkpoint=str(whole.folder / "checkpoint-3"))
 
 
 def test_steps_out_of_sight_are_reported(tmp_path):
@@ -224,6 +221,30 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
             kept_by(wrong, tmp_path / "wrong")
 
 
+@pytest.mark.parametrize("kind", ["llama", "bart"])
+def test_references_resume_with_labels_of_their_own(kind, tmp_path, monkeypatch):
+    """Not with those of the collator of the Trainer."""
+    written = [{"input_ids": [2 + k % 5, 3, 4][: 2 + k % 2]} for k in range(10)]
+    if kind == "bart":
+        written = [one | {"labels": one["input_ids"][::-1] * 2} for one in written]
+    monkeypatch.setattr("gemproj.integrations.transformers.write_references", lambda *given, **named: written)
+
+    def language(words):
+        collate = DataCollatorForLanguageModeling(words, mlm=False)
+        return lambda examples: collate([{"input_ids": one["input_ids"]} for one in examples])
+
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        keeper = KeeperCallback()
+        trainer = fine_tuning(language_model(kind, **SMALL[kind]), keeper, tmp_path, language)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append(flat(trainer.model))
+        assert keeper.report()["references"].steps == 4
+    assert torch.equal(*found)
+    batch, _ = keeper.sets["references"].fetch([0], None)
+    assert (batch["labels"].shape == batch["input_ids"].shape) == (kind == "llama")
+
+
 def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -274,6 +295,7 @@ BART = {"d_model": 8, "dropout": 0.5} | {
     for part in ("encoder", "decoder")
     for name, n in (("layers", 3), ("attention_heads", 2), ("ffn_dim", 16), ("layerdrop", 0.5))
 }
+SMALL = {"llama": {}, "bart": BART | {"dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}}
 CHECKPOINTED = {"gpt2 lora": {"n_layer": 3}, "bart": BART, "mamba": {"num_hidden_layers": 3, "state_size": 4}}
 CHECKPOINTED["llama"] = {"num_hidden_layers": 3, "attention_dropout": 0.5}
 

@@ -1,1 +1,1 @@
-"""Shared by the demo and the study: command lines, worker processes, batches, metrics, tables, figures."""
+"""Shared by the examples: command lines, workers, records, batches, metrics, tables, figures, and a toy."""

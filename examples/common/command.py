@@ -33,14 +33,14 @@ def cache_folder() -> Path:
 
 
 def finishing(main: Callable[[Sequence[str] | None, Console], None]) -> Callable[..., int]:
-    """Make a command return its exit status: 0, 2 for a `SetupError`, or 130 after Ctrl-C."""
+    """Make a command return its exit status: 0, 2 for a wrong setting or a file, or 130 after Ctrl-C."""
 
     @wraps(main)
     def finished(arguments: Sequence[str] | None = None) -> int:
         console = Console(highlight=False)
         try:
             main(arguments, console)
-        except SetupError as error:
+        except (SetupError, OSError) as error:  # for example a folder that cannot be written to
             console.print(f"[red]error[/]     {escape(str(error))}")
             return 2
         except KeyboardInterrupt:

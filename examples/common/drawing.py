@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 INK = "#333333"
 CHARACTERS = 12  # of a note, to the inch
-STYLE = {
+STYLE: dict[str, Any] = {
     "figure.dpi": 200,
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.wspace": 0.06,
@@ -27,14 +27,20 @@ STYLE = {
     "axes.grid.axis": "y",
     "grid.color": "#e5e5e5",
     "legend.frameon": False,
+    "svg.hashsalt": "gemproj",  # the same file every time
+    "svg.fonttype": "none",
 }
 
 
-def save(path: Path, drawing: Callable[..., Figure], *arguments: Any) -> Path:
-    """Draw a figure in the common style, write it to a file, and return the path."""
-    with plt.rc_context(STYLE):
+def save(path: Path, drawing: Callable[..., Figure], *arguments: Any, **look: Any) -> Path:
+    """Draw a figure in the common style with a changed `look`, write it to a file, and return the path.
+
+    An SVG has no background, so that a light and a dark page show through.
+    """
+    svg: Any = {"transparent": True, "metadata": {"Date": None}} if path.suffix == ".svg" else {}
+    with plt.rc_context(STYLE | look):
         figure = drawing(*arguments)
-        figure.savefig(path)
+        figure.savefig(path, **svg)
         plt.close(figure)
     return path
 

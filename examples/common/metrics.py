@@ -97,11 +97,13 @@ def metric(name: str) -> Callable[[Record], float]:
     return lambda record: record["metrics"][name]
 
 
-def grouped(key: str, records: Iterable[Record], order: Iterable[Any] = ()) -> dict[Any, list[Record]]:
-    """Group records by the value of a key, in the given order or else in that of the records."""
+def grouped(
+    key: str | Callable[[Record], Any], records: Iterable[Record], order: Iterable[Any] = ()
+) -> dict[Any, list[Record]]:
+    """Group records by a key or a function, in the given order or else in that of the records."""
     groups: dict[Any, list[Record]] = {}
     for record in records:
-        groups.setdefault(record[key], []).append(record)
+        groups.setdefault(key(record) if callable(key) else record[key], []).append(record)
     return {value: groups[value] for value in order or groups if value in groups}
 
 

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from ..common import command
+from ..common.results import Results, rounded
 from ..common.workers import work
-from ..study.results import Results, rounded
 from . import model as chat
 from . import report
 from .prepared import FORMS, prepare

@@ -1,6 +1,6 @@
 """Tables and figures of the finished runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ..common import colours
-from ..common.drawing import STYLE, plt
+from ..common.drawing import plt, save
 from ..common.metrics import Record, grouped, interval
-from ..common.tables import markdown_table
-from ..study.results import Results
+from ..common.results import Results
+from ..common.tables import markdown_table, plus_minus
 from .run import KINDS, WITHOUT_VALUE, method
 
 GATES = (0.02, 0.05, 0.1)
@@ -42,11 +42,11 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
     written[0].write_text(text + "\n", encoding="utf-8")
     shown = usual(records)
     if any(record["kind"] == "promise" for record in shown):
-        for theme in ("light", "dark"):
-            written.append(folder / f"asked-{theme}.svg")
-            draw(written[-1], asked, theme, shown)
-        written.append(folder / "front.png")
-        draw(written[-1], front, "light", shown)
+        for theme, (ink, lines) in THEMES.items():
+            look = dict.fromkeys(INKED, ink) | {"grid.color": lines}
+            written.append(save(folder / f"asked-{theme}.svg", asked, shown, ink, **look))
+            if theme == "light":
+                written.append(save(folder / "front.png", front, shown, **look))
     return written
 
 
@@ -58,7 +58,7 @@ def usual(records: Sequence[Record]) -> list[Record]:
 def page(records: Sequence[Record]) -> str:
     """Return a table for each skill, and the table of gates."""
     parts = []
-    for (skill, _), runs in _grouped(records, "skill", "form"):
+    for (skill, _), runs in grouped(lambda run: (run["skill"], str(run["form"])), records).items():
         steps, seeds = runs[0]["form"]["steps"], len({run["seed"] for run in runs})
         where = f"the last {runs[0]['form']['layers']} layers" if runs[0]["form"]["layers"] else "all layers"
         parts.append(
@@ -68,20 +68,12 @@ def page(records: Sequence[Record]) -> str:
     return "\n\n".join([*parts, gates(usual(records))])
 
 
-def _grouped(records: Sequence[Record], *names: str) -> list[tuple[tuple[str, ...], list[Record]]]:
-    found: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        found.setdefault(tuple(str(record[name]) for name in names), []).append(record)
-    return list(found.items())
-
-
 def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], digits: int) -> str:
     values = [value for run in runs if (value := measure(run)) is not None]
     if not values:
         return "-"
     found = interval(values)
-    half = f" ± {found.bar:.{digits}f}" if found.bar else ""
-    return f"{found.mean:.{digits}f}{half}"
+    return plus_minus({"mean": found.mean, "std": found.bar or None}, 1, digits)
 
 
 def table(runs: Sequence[Record]) -> str:
@@ -99,8 +91,9 @@ def table(runs: Sequence[Record]) -> str:
         "Time of a step": (lambda run: run["step"] / base if base and "step" in run else None, 1),
     }
     rows = []
-    for (name, rate, _), found in _grouped(runs, "name", "rate", "adapters"):
-        label = f"{name}, rate {float(rate):g}" if rates and found[0]["kind"] != "before" else name
+    by = grouped(lambda run: (run["name"], run["rate"], run["adapters"]), runs)
+    for (name, rate, _), found in by.items():
+        label = f"{name}, rate {rate:g}" if rates and found[0]["kind"] != "before" else name
         rows.append([label, *(_cell(found, *column) for column in columns.values())])
     used = [k for k in range(len(columns)) if any(row[k + 1] != "-" for row in rows)]
     head = ["Method", *(list(columns)[k] for k in used)]
@@ -144,22 +137,9 @@ PALETTE = {
     "plain": colours.FINE_TUNING, "outputs": colours.REPLAY_OF_OUTPUTS, "promise": colours.GEM,
     "text": colours.REPLAY, "average": colours.AGEM, "own": colours.NO_EXAMPLES,
 }  # fmt: skip
+# Colours of text and axes, and of the grid, on a light and on a dark page.
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 THEMES = {"light": ("#333333", "#d9d9d9"), "dark": ("#e6e6e6", "#4d4d4d")}
-
-
-def draw(path: Path, drawing: Callable[..., Figure], theme: str, records: Sequence[Record]) -> None:
-    """Draw a figure for a light or a dark page, without a background if it is an SVG."""
-    ink, lines = THEMES[theme]
-    look: Mapping[str, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), ink)
-    look = dict(look) | dict.fromkeys(("xtick.color", "ytick.color"), ink) | {"grid.color": lines}
-    with plt.rc_context({**STYLE, **look, "svg.hashsalt": "gemproj", "svg.fonttype": "none"}):
-        figure = drawing(records, ink)
-        figure.savefig(
-            path,
-            transparent=path.suffix == ".svg",
-            metadata={"Date": None} if path.suffix == ".svg" else None,
-        )
-        plt.close(figure)
 
 
 def asked(records: Sequence[Record], ink: str) -> Figure:
@@ -206,13 +186,13 @@ def words(records: Sequence[Record]) -> str:
     return f"Drift after training on conversations that it never saw: {'; '.join(parts)} nats per token."
 
 
-def front(records: Sequence[Record], ink: str) -> Figure:
+def front(records: Sequence[Record]) -> Figure:
     """Return a figure: the loss on the new skill over the divergence on unseen texts, means of the seeds."""
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
     figure, axes = plt.subplots(1, len(skills), figsize=(4 * len(skills), 3.6), squeeze=False)
     for skill, ax in zip(skills, axes[0], strict=True):
         runs = [run for run in records if run["skill"] == skill and run["kind"] in PALETTE]
-        for (kind, _), found in _grouped(runs, "kind", "adapters"):
+        for (kind, _), found in grouped(lambda run: (run["kind"], run["adapters"]), runs).items():
             look: dict[str, Any] = {"marker": "o", "color": PALETTE[kind]}
             points = sorted(
                 (mean(run["held_out"] for run in some), mean(run["new"] for run in some), some[0]["value"])

@@ -17,7 +17,7 @@ from rich.console import Console
 from ..common import command
 from ..common.command import cache_folder
 from . import data, stream
-from .config import PRESETS, Config
+from .config import METHODS, PRESETS, Config
 
 
 def parser() -> ArgumentParser:
@@ -65,6 +65,8 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
     """Run the experiment."""
     given = vars(parser().parse_args(arguments))
     settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
+    if settings.get("methods") == ("all",):
+        settings["methods"] = METHODS
     config = replace(PRESETS[given["preset"]], **settings)
     per_class = [sum(column) for column in zip(*stream.rows_needed(config), strict=True)]
     articles = data.load(given["data"], "--data", per_class)

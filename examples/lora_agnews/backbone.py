@@ -52,39 +52,22 @@ def locate(name: str) -> Path:
 
 
 def check(folder: Path, max_length: int) -> None:
-    """Raise `SetupError` if the tokenizer or the size of a backbone does not fit."""
-    quiet()
-    reason = "it makes no tokens of a text"
-    try:
-        found = _tokenizer(folder)("text")["input_ids"]
-    except Exception as error:
-        found, reason = [], str(error).splitlines()[0]
-    if not found:
+    """Raise `SetupError` if a backbone has too few positions."""
+    positions = AutoConfig.from_pretrained(folder).max_position_embeddings
+    if max_length > positions:
         raise SetupError(
-            f"backbone {folder} has no tokenizer ({reason}); write the one there that it was trained with, "
-            "by its save_pretrained"
-        )
-    shape, tokens = AutoConfig.from_pretrained(folder), len(_tokenizer(folder))
-    if tokens > shape.vocab_size:
-        raise SetupError(
-            f"backbone {folder} knows {shape.vocab_size} tokens, and its tokenizer has {tokens}; write the "
-            "one there that it was trained with"
-        )
-    if max_length > shape.max_position_embeddings:
-        raise SetupError(
-            f"max_length must be at most {shape.max_position_embeddings}, the positions of backbone "
-            f"{folder}, got {max_length}"
+            f"max_length must be at most {positions}, the positions of backbone {folder}, got {max_length}"
         )
 
 
-def load(folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASSES)) -> PeftModel:
-    """Load a backbone and add adapters and a head for `classes` classes; only these require gradients.
+def load(folder: Path, seed: int, dropout: bool = True) -> PeftModel:
+    """Load a backbone and add adapters and a head for the classes; only these require gradients.
 
     This seeds torch's generator, which draws the head, the adapters, and all dropout masks of the run.
     """
     quiet()
     torch.manual_seed(seed)
-    shape = _shape(folder, classes)
+    shape = _shape(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, config=shape, dtype=torch.float32)
     model.config.pad_token_id = _tokenizer(folder).pad_token_id
     model = _adapted(model)
@@ -99,7 +82,7 @@ def trained(folder: Path) -> int:
     """Return the number d of parameters that require gradients, without loading weights."""
     quiet()
     with torch.device("meta"):
-        model = _adapted(AutoModelForSequenceClassification.from_config(_shape(folder, len(CLASSES))))
+        model = _adapted(AutoModelForSequenceClassification.from_config(_shape(folder)))
     return model.get_nb_trainable_parameters()[0]
 
 
@@ -144,8 +127,8 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _shape(folder: Path, classes: int) -> Any:
-    shape = AutoConfig.from_pretrained(folder, num_labels=classes)
+def _shape(folder: Path) -> Any:
+    shape = AutoConfig.from_pretrained(folder, num_labels=len(CLASSES))
     if getattr(shape, "activation_function", None) == "gelu_new":
         # The same function as one operation, which takes less time and memory than a dozen.
         shape.activation_function = "gelu_pytorch_tanh"

@@ -12,7 +12,7 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -64,35 +64,22 @@ def load(folder: Path | None, option: str, rows_per_class: Sequence[int] | None 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Read AG News in its original form: rows ``"label","title","description"``, labels 1 to 4, no header."""
-    texts, labels = [], []
-    for line, row in csv_rows(path, "rows of label, title, description are"):
-        if len(row) != 3:
-            raise SetupError(f"{path}, line {line}: 3 fields expected, {len(row)} found")
-        if row[0] not in ("1", "2", "3", "4"):
-            raise SetupError(f"{path}, line {line}: the label must be 1, 2, 3 or 4, not {row[0]!r}")
-        text = tidy(f"{row[1].strip()}. {row[2]}")
-        if not text.strip(". "):
-            raise SetupError(f"{path}, line {line}: title and description are empty")
-        texts.append(text)
-        labels.append(int(row[0]) - 1)
-    return tuple(texts), tuple(labels)
-
-
-def csv_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV file, at least one, each with the number of its first line."""
+    expected = "a label from 1 to 4, a title and a description expected"
     if not path.is_file():
-        raise SetupError(f"{path}: no such file ({expected} expected there)")
+        raise SetupError(f"{path}: no such file (rows of {expected} there)")
+    texts, labels, line = [], [], 1
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
-        line = 1
         try:
             for row in rows:
-                yield line, row
+                if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
+                    raise SetupError(f"{path}, line {line}: {expected}, found {row}")
+                texts.append(tidy(f"{row[1].strip()}. {row[2]}"))
+                labels.append(int(row[0]) - 1)
                 line = rows.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:
             raise SetupError(f"{path}, line {line}: {error}") from None
-    if line == 1:
-        raise SetupError(f"{path}, line 1: the file is empty")
+    return tuple(texts), tuple(labels)
 
 
 def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:

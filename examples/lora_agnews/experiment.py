@@ -1,7 +1,6 @@
 """The whole experiment, from articles to figures."""
 
 import json
-import os
 import platform
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,11 +28,7 @@ def run(
     The small backbone is kept in `cache`. `jobs` is by default the number of cores, or 1 on a GPU.
     """
     config = replace(config, device=usable(config.device))
-    for option, place in {"--out": out, "--cache": cache}.items():
-        there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
-        needed = place is out or config.backbone == "small"
-        if needed and not (there.is_dir() and os.access(there, os.W_OK)):
-            raise SetupError(f"{option} {place} cannot be a folder: {there} is none that can be written to")
+    out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, the experiment ends here
     console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
     experiences = stream.build(articles.texts, articles.labels, config)
     for k, experience in enumerate(experiences):
@@ -42,27 +37,25 @@ def run(
 
     folder = small.backbone_folder(config, experiences, cache, console)
     project(torch.ones(2, 1000), -torch.ones(1000))  # compile loops once, and not in each run
-    given = folder.iterdir() if folder == Path(config.backbone) else ()
-    files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in given)
-    stage = experiences, folder, files
+    stage = experiences, folder
     todo = [runs.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
     workers = min(jobs or (command.cores() if config.device == "cpu" else 1), len(todo))
     console.print(f"[bold]runs[/]      {len(todo)} on {config.device}, {workers} at a time, into {out}")
-    records = runs.complete(todo, out / "runs", workers, console)
+    records = runs.complete(todo, out / "runs.jsonl", workers, console)
 
     machine = {"python": platform.python_version(), "system": platform.system(), "cpu": platform.machine()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
     summary = report.summarize(records)
-    results = {
-        "config": asdict(config),
+    about = {
+        "config": asdict(config) | {"backbone": Path(config.backbone).name},
         "data": articles.source,
         "parameters": backbone.trained(folder),
         "environment": VERSIONS | machine,
-        "summary": summary,
-        "runs": records,
     }
-    (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]
+    lines.append('"runs": [\n' + ",\n".join(map(json.dumps, records)) + "\n]")  # a line for each
+    (out / "results.json").write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
     tables = report.markdown(records, summary)
     (out / "table.md").write_text(tables, encoding="utf-8")
     paths = figures.draw(records, {"": summary}, out)

@@ -28,7 +28,9 @@ class Recorder:
     its cosine with the gradient of that task is negative. The cosine of the gradient itself is measured, too,
     because the step of an adaptive optimizer has another direction.
 
-    After `watch` and `watch_keeper`, hooks of the optimizer measure every step.
+    After `watch` and `watch_keeper`, hooks of the optimizer measure every step. Test rows are evaluated once
+    at a step. In the first task every method is plain fine-tuning, so runs that differ in nothing but the
+    method may share what is counted there, in a dictionary `first`.
     """
 
     def __init__(
@@ -39,7 +41,10 @@ class Recorder:
         test: Sequence[Batch],
         loss: Callable[[nn.Module, Batch], Tensor],
         logits: Callable[[nn.Module, Batch], Tensor],
+        first: dict[Any, int] | None = None,
     ) -> None:
+        # Right answers, by the step, the task, and the part of its rows.
+        self.counts = {} if first is None else first
         self.config, self.model, self.loss, self.logits = config, model, loss, logits
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.step, self.boundaries = 0, list(accumulate(steps))
@@ -50,7 +55,7 @@ class Recorder:
         self.phase: str | None = None  # the timed part of a step, its start, and the seconds of all parts
         self.since, self.spent = 0.0, defaultdict[str, float](float)
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.probes: list[dict[str, float]] = []
+        self.cosines: dict[str, list[float]] = {"gradient": [], "update": []}  # the worst of each probe
         self.keeper: Keeper | None = None
         self.loss_when_stored: list[float] = []  # of each task's stored examples
         self.R = [self._accuracies() if config.eval_interval else [nan] * len(test)]
@@ -91,9 +96,9 @@ class Recorder:
             self.spent.clear()
             if self.probed:
                 update = self.before - _flat(self.parameters)
-                vectors = {"gradient": _flat(p.grad for p in self.parameters), "update": update}
-                worst = {name: worst_cosine(self.G, v) for name, v in vectors.items()}
-                self.probes.append({"step": self.step} | worst)
+                gradient = _flat(p.grad for p in self.parameters)
+                for v, found in ((gradient, self.cosines["gradient"]), (update, self.cosines["update"])):
+                    found.append(worst_cosine(self.G, v))
             self._add_point()
             if self.step == self.boundaries[len(self.R) - 1]:
                 self.end_task()
@@ -132,8 +137,9 @@ class Recorder:
         measured = self.config.eval_interval or len(self.R) == len(self.test)
         self.R.append(self._accuracies() if measured else [nan] * len(self.test))
         self._note_stored_losses()
-        if len(self.R) == 2:
-            self.seconds.clear()  # during the first task every method is plain fine-tuning
+        if len(self.R) == 2:  # during the first task every method is plain fine-tuning
+            self.seconds.clear()
+            self.counts = {}
 
     def result(self) -> dict[str, Any]:
         """Return the accuracies R, metrics, curve, guarantee, drift and seconds as plain numbers.
@@ -144,13 +150,12 @@ class Recorder:
         projections = self.seconds["projection"]
         past = list(zip(list(self.stored.values())[:-1], self.loss_when_stored, strict=False))
         rises = [self._stored_loss(batch) - then for batch, then in past]
-        cosines = {v: [probe[v] for probe in self.probes] for v in ("gradient", "update")}
         return {
             "accuracies": self.R,
             "metrics": {name: metric(self.R) for name, metric in metrics.METRICS.items()},
             "boundaries": self.boundaries,
             "curve": self.curve,
-            "guarantee": {v: metrics.guarantee(c) for v, c in cosines.items()} | {"probes": self.probes},
+            "guarantee": {v: metrics.guarantee(found) for v, found in self.cosines.items()},
             "drift": sum(rises) / len(rises),
             "seconds": {
                 "per_step": {phase: sum(self.seconds[phase]) / later_steps for phase in PHASES},
@@ -164,17 +169,24 @@ class Recorder:
 
     def _add_point(self) -> None:
         if self._due(self.config.eval_interval):
-            accuracy = [self._right(few) / len(few["labels"]) for few, _ in self.test]
+            accuracy = [self._right(k, 0) / len(few["labels"]) for k, (few, _) in enumerate(self.test)]
             self.curve.append({"step": self.step, "accuracy": accuracy})
 
     def _accuracies(self) -> list[float]:
         return [
-            (self._right(few) + self._right(rest)) / (len(few["labels"]) + len(rest["labels"]))
-            for few, rest in self.test
+            (self._right(k, 0) + self._right(k, 1)) / (len(few["labels"]) + len(rest["labels"]))
+            for k, (few, rest) in enumerate(self.test)
         ]
 
+    def _right(self, task: int, part: int) -> int:
+        """Return the number of right answers on the rows of the curves (0), or on the others (1)."""
+        at = self.step, task, part
+        if at not in self.counts:
+            self.counts[at] = self._count(self.test[task][part])
+        return self.counts[at]
+
     @torch.inference_mode()
-    def _right(self, examples: Batch) -> int:
+    def _count(self, examples: Batch) -> int:
         self.model.eval()
         found = [
             (self.logits(self.model, part).argmax(dim=1) == part["labels"]).sum()

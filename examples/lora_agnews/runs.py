@@ -1,16 +1,16 @@
 """The runs of an experiment, in worker processes; finished runs are kept and not repeated."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from ..common.command import SetupError
+from ..common.results import Results
 from ..common.workers import VERSIONS, work
 from . import backbone, stream, train
 from .config import Config
@@ -27,7 +27,6 @@ class Run:
     seed: int
     experiences: Sequence[stream.Experience]
     folder: Path
-    files: Sequence[Any] = ()  # names, sizes and dates in a local folder, whose backbone may change
 
     @property
     def title(self) -> str:
@@ -35,12 +34,12 @@ class Run:
         return f"{METHODS[self.method].title}, seed {self.seed}"
 
     @property
-    def file(self) -> str:
-        """Name of the file for the result: method, seed, and a hash of all settings that affect it."""
+    def key(self) -> str:
+        """A unique name of the run: method, seed, and a hash of all settings that affect it."""
         others = {"preset": "", "seeds": (), "methods": ()}
-        shaping = [asdict(self.config) | others, self.experiences, str(self.folder), VERSIONS, *self.files]
+        shaping = [asdict(self.config) | others, self.experiences, str(self.folder), VERSIONS]
         digest = hashlib.sha256(repr(shaping).encode()).hexdigest()
-        return f"{self.method}-seed{self.seed}-{digest[:12]}.json"
+        return f"{self.method}-seed{self.seed}-{digest[:12]}"
 
     @staticmethod
     def brief(result: dict[str, Any]) -> str:
@@ -56,35 +55,31 @@ class Run:
         tasks = [self.experiences[k] for k in stream.order(config.experiences, self.seed)]
         train_rows = [backbone.encode(task.train, self.folder, config) for task in tasks]
         test_rows = [backbone.encode(task.test, self.folder, config) for task in tasks]
-        record = Recorder(config, model, train_rows, test_rows, backbone.batch_loss, backbone.logits)
+        measured = train_rows, test_rows, backbone.batch_loss, backbone.logits
+        # On a GPU, two runs need not be the same to the bit.
+        same = config.device == "cpu"
+        first = first_task(config, self.seed, self.experiences, self.folder) if same else None
+        record = Recorder(config, model, *measured, first)
         train.learn(config, METHODS[self.method], self.seed, model, train_rows, record)
         named = {"method": self.method, "seed": self.seed, "order": [task.name for task in tasks]}
         return named | record.result()
 
 
-def complete(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> list[dict[str, Any]]:
-    """Execute the runs that have no file in the folder, and return the results of all runs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    waiting = []
+@lru_cache(maxsize=16)
+def first_task(*shaping: Any) -> dict[Any, int]:
+    """Return what the runs of a seed share in this process: right answers during the first task."""
+    return {}
+
+
+def complete(runs: Sequence[Run], file: Path, jobs: int, console: Console) -> list[dict[str, Any]]:
+    """Execute the runs that have no record in the file, and return the records of all runs."""
+    results, waiting = Results(file), []
     for run in runs:
-        if (folder / run.file).is_file():
-            _read(folder / run.file)  # raises before any run starts
+        if run.key in results:
             console.print(f"[dim]kept      {run.title} (finished earlier with the same settings)")
         else:
             waiting.append(run)
-
-    def keep(run: Run, result: dict[str, Any]) -> None:
-        draft = folder / f"{run.file}.draft"  # the file appears complete or not at all
-        draft.write_text(json.dumps(result, indent=1), encoding="utf-8")
-        draft.replace(folder / run.file)
-
     if waiting:
-        work(waiting, keep, jobs, console)
-    return [_read(folder / run.file) for run in runs]
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SetupError(f"{path} is damaged: {error}; delete it, and that run is done again") from error
+        about = {"hashes": {}, "versions": VERSIONS}
+        work(waiting, lambda run, found: results.add({"key": run.key} | found, about), jobs, console)
+    return [results.records[run.key] for run in runs]

@@ -80,17 +80,6 @@ class Found:
         """Return the mean time of a whole step over the runs."""
         return in_order(map(seconds_per_step, self.times[name])) / len(self.times[name])
 
-    def cheapest_within_noise(self, names: Iterable[str], reference: str) -> str | None:
-        """Return the cheapest of some methods that is not worse than a reference by more than noise, or None.
-
-        These methods have a paired difference to the reference whose interval includes zero or lies above it;
-        the one with the lowest step time is returned. Few seeds make wide intervals, so report the lower end
-        beside the name: so much may be lost. Methods with a single seed do not qualify.
-        """
-        pairs = ((name, self.minus(name, reference)) for name in names)
-        found = [name for name, one in pairs if one and one.n > 1 and one.mean + one.half >= 0]
-        return min(found, key=self.step, default=None)
-
     def longest_within(self, names: Iterable[str], seconds: float) -> str | None:
         """Return the method with the longest steps of at most `seconds` seconds, or None."""
         steps = {name: self.step(name) for name in names if name in self.times}

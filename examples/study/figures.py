@@ -1,103 +1,21 @@
-"""The study's figures; `common.drawing.save` writes one. Error bars and bands are 95 % intervals."""
+"""The study's figures; `common.drawing.save` writes one. Error bars are 95 % intervals."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from ..common.drawing import INK, noted, plt
 from ..common.metrics import Interval, Record, grouped, interval
 from . import compare
 from .compare import Found
-from .labels import label_points
-from .language import ENTROPY
 from .settings import METHODS
 
 MARKERS = "osD^vP*Xh<>"
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
-
-
-def accuracy_and_cost(found: Found) -> Figure:
-    """Draw accuracy against the time of a step; the line is the best accuracy at that cost or below.
-
-    The line leaves out joint training, which learns all tasks at once.
-    """
-    figure, axes = plt.subplots(figsize=(8, 5.4))
-    points = _accuracy_against_cost(axes, found, found.runs)
-    families = list(dict.fromkeys(METHODS[name].family for name in points))
-    for family, marker in zip(families, cycle(MARKERS), strict=False):
-        axes.plot([], [], marker, color="#666666", label=family)
-        for name in (name for name in points if METHODS[name].family == family):
-            look = {"color": METHODS[name].colour, "marker": marker, "markeredgecolor": "white"}
-            cost, accuracy = points[name]
-            axes.errorbar(cost, accuracy.mean, accuracy.bar, markersize=7.5, elinewidth=1.2, **look)
-    in_turn = {name: (cost, y.mean) for name, (cost, y) in points.items() if not METHODS[name].joint}
-    best = [points[name] for name in pareto(in_turn)]
-    steps = {"drawstyle": "steps-post", "color": INK, "linewidth": 0.8, "zorder": 1}
-    axes.plot([cost for cost, _ in best], [accuracy.mean for _, accuracy in best], **steps)
-    figure.legend(loc="outside upper center", ncols=4, handletextpad=0.2)
-    aside = "" if len(in_turn) == len(points) else ", Joint aside"
-    note = _note(accuracy for _, accuracy in points.values())
-    noted(figure, f"{note} Line: the best accuracy at that cost or less{aside}.")
-    label_points(axes, {METHODS[name].title: point for name, point in points.items()}, best)
-    return figure
-
-
-def ladders(found: Found, names: Sequence[Sequence[str]]) -> Figure:
-    """Draw accuracy against the time of a step, for methods with more and fewer examples."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.6))
-    points = _accuracy_against_cost(axes, found, [name for ladder in names for name in ladder])
-    for ladder, marker in zip(names, cycle(MARKERS), strict=False):
-        base = METHODS[ladder[0]]
-        look: Any = {"color": base.colour, "fmt": marker, "markeredgecolor": "white", "label": base.title}
-        look |= {"markersize": 7.5, "elinewidth": 1.2}
-        cost, accuracy = zip(*(points[name] for name in ladder), strict=True)
-        _intervals(axes, cost, accuracy, **look)
-    figure.legend(loc="outside upper center", ncols=len(names))
-    noted(figure, _note(accuracy for _, accuracy in points.values()))
-    label_points(axes, {METHODS[name].title: point for name, point in points.items()})
-    return figure
-
-
-def accuracy_over_stream(found: Found, selection: Sequence[str]) -> Figure:
-    """Draw the mean accuracy on the tasks learned so far, after each task; for at most nine methods."""
-    figure, axes = plt.subplots(figsize=(7.6, 4.4))
-    lines = {}
-    for name in (name for name in selection if name in found.runs):
-        R = np.array([run["accuracies"] for run in found.runs[name]])  # (seeds, T + 1, T)
-        seen = np.arange(1, R.shape[2] + 1)
-        lines[name] = [interval(100 * R[:, j, :j].mean(axis=1)) for j in seen]
-    order = sorted(lines, key=lambda name: -lines[name][-1].mean)  # the legend follows the ends of the lines
-    for name, marker, dashes in zip(order, cycle(MARKERS), cycle(DASHES), strict=False):
-        mean, half = (np.array([getattr(p, key) for p in lines[name]]) for key in ("mean", "half"))
-        look = {"color": METHODS[name].colour, "label": METHODS[name].title}
-        axes.plot(seen, mean, marker=marker, markersize=5, linestyle=dashes, linewidth=1.5, **look)
-        if np.isfinite(half).all():
-            band = {"color": METHODS[name].colour, "alpha": 0.12, "linewidth": 0}
-            axes.fill_between(seen, mean - half, mean + half, **band)
-    _over_tasks(axes, "Mean accuracy on the tasks learned so far (%)")
-    return noted(figure, _note((line[-1] for line in lines.values()), "Bands"))
-
-
-def after_each_task(found: Found, reference: str, others: Sequence[str]) -> Figure:
-    """Draw the mean accuracy on the tasks learned so far minus that of other methods, after each task."""
-    figure, axes = plt.subplots(figsize=(6.8, 4))
-    axes.axhline(0, color=INK, linewidth=0.8)
-    names = [name for name in others if name in found.runs]
-    tasks, shown = np.arange(2, len(found.runs[reference][0]["boundaries"]) + 1), list[Interval]()
-    looks = zip(cycle(MARKERS), cycle(DASHES), 0.15 * side_by_side(len(names)), strict=False)
-    for name, (marker, dashes, aside) in zip(names, looks, strict=False):
-        line = [one for k in tasks if (one := found.minus(reference, name, compare.after(int(k))))]
-        look = {"color": METHODS[name].colour, "linestyle": dashes, "marker": marker}
-        look |= {"markersize": 5, "capsize": 2, "elinewidth": 1, "label": METHODS[name].title}
-        _intervals(axes, tasks + aside, line, 100, **look)
-        shown += line
-    _over_tasks(axes, f"{METHODS[reference].title} minus the other (percentage points)")
-    return noted(figure, _note(shown) + " Paired by seed.")
 
 
 def paired_differences(found: Found, baseline: str = "replay") -> Figure:
@@ -128,49 +46,6 @@ def paired_differences(found: Found, baseline: str = "replay") -> Figure:
     return noted(figure, _note(shown) + " Paired by seed. Filled: the interval excludes zero.")
 
 
-def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float) -> Figure:
-    """Draw the loss on the old skill (X) over that on the new one (Y), a curve through each method's knobs.
-
-    Both are above the entropy. Records have ``"loss": {"x": ..., "y": ...}``; `before` is the loss on X
-    before fine-tuning.
-    """
-    curves, shown = {}, []
-    groups = grouped("method", records, methods)
-    for (name, group), marker, side in zip(groups.items(), cycle(MARKERS), cycle((1, -1)), strict=False):
-        points, by_knob = [], grouped("knob", group)
-        ends = next(iter(by_knob)), next(reversed(by_knob))
-        for knob, found in by_knob.items():
-            found = compare.one_setting(found)
-            y, x = (interval(run["loss"][language] for run in found) for language in "yx")
-            shown.append(x)
-            text = f"{knob:g}" if knob is not None and knob in ends else ""
-            points.append(((y.mean, y.bar), (x.mean, x.bar), text))
-        curves[methods[name].title] = (methods[name].colour, marker, side), points
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for label, ((colour, marker, side), points) in curves.items():
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": "white"}
-        look |= {"markersize": 8, "ecolor": (colour, 0.4), "elinewidth": 1, "capsize": 2}
-        numbers = [(b - ENTROPY, a - ENTROPY, da, db) for (b, db), (a, da), _ in points]
-        at: Any = zip(*numbers, strict=True)
-        axes.errorbar(*at, label=label, **look)
-        align: dict[str, Any] = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
-        for (right, up, *_), (*_, text) in zip(numbers, points, strict=True):
-            look = {"textcoords": "offset points", "color": colour, **align}
-            axes.annotate(text, (right, up), (5 * side, 5 * side), **look)
-    axes.axhline(before - ENTROPY, color="#767676", linestyle="--", label="X before")
-    axes.set(xscale="log", yscale="log")
-    for axis, name in ((axes.xaxis, "Y"), (axes.yaxis, "X")):
-        axis.set_label_text(f"Loss on {name}, above the entropy of {ENTROPY:.3f} nats")
-        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(NullFormatter())
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    note = f"Beside the ends of each line: its knobs. {_note(shown)}"
-    figure.supxlabel(note, fontsize=8, color="#767676")
-    return figure
-
-
 def memory(records: Sequence[Record]) -> Figure:
     """Draw accuracy over ``record["per_task"]``, a line for each method and each policy of the memory."""
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
@@ -178,17 +53,18 @@ def memory(records: Sequence[Record]) -> Figure:
     looks = dict(zip(grouped("policy", records), zip(MARKERS, cycle(DASHES), strict=False), strict=False))
     lines = {
         (name, policy): {
-            size: _accuracy(compare.one_setting(runs))
+            size: interval(100 * compare.average_accuracy(run) for run in compare.one_setting(runs))
             for size, runs in grouped("per_task", found, sizes).items()
         }
         for name, group in grouped("method", records, METHODS).items()
         for policy, found in grouped("policy", group, looks).items()
     }
-    for ((name, policy), line), aside in zip(lines.items(), side_by_side(len(lines)), strict=True):
+    for ((name, policy), line), aside in zip(lines.items(), np.linspace(-1, 1, len(lines)), strict=True):
         marker, dashes = looks[policy]
         look = {"color": METHODS[name].colour, "linestyle": dashes, "marker": marker, "capsize": 2}
         look |= {"elinewidth": 1, "label": f"{METHODS[name].title}, {policy}"}
-        _intervals(axes, 1.08**aside * np.array(list(line)), line.values(), **look)
+        means, bars = zip(*((one.mean, one.bar) for one in line.values()), strict=True)
+        axes.errorbar(1.08**aside * np.array(list(line)), means, bars, **look)
     axes.set_xscale("log")
     axes.set_xticks(sizes, map(str, sizes))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -199,53 +75,10 @@ def memory(records: Sequence[Record]) -> Figure:
     return noted(figure, note + " Points of the same memory size stand side by side.")
 
 
-def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the Pareto front of points (cost, gain), sorted by cost: low costs and high gains."""
-    best: list[str] = []
-    for name in sorted(points, key=lambda name: (points[name][0], -points[name][1])):
-        if not best or points[name][1] > points[best[-1]][1]:
-            best.append(name)
-    return best
-
-
-def side_by_side(lines: int) -> np.ndarray:
-    """Return the horizontal shifts of several lines, from -1 to 1; 0 for a single line."""
-    return np.linspace(-1, 1, lines) if lines > 1 else np.zeros(lines)
-
-
-def _accuracy(runs: Sequence[Record]) -> Interval:
-    return interval(100 * compare.average_accuracy(run) for run in runs)
-
-
-def _accuracy_against_cost(
-    axes: Axes, found: Found, names: Iterable[str]
-) -> dict[str, tuple[float, Interval]]:
-    """Label the axes of a figure of accuracy against step time; return (time, accuracy) by method."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"Time of a step, in steps of {METHODS['plain'].title} (log scale)")
-    axes.set_ylabel("Final average accuracy (%)")
-    return {name: (found.step(name) / found.step("plain"), _accuracy(found.runs[name])) for name in names}
-
-
-def _over_tasks(axes: Any, label: str) -> None:
-    """Label the axes and add the legend of a figure with the number of learned tasks as abscissa."""
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("Tasks learned")
-    axes.set_ylabel(label)
-    axes.figure.legend(loc="outside right center", handlelength=3)
-
-
-def _intervals(axes: Axes, x: Any, found: Iterable[Interval], scale: float = 1, **look: Any) -> None:
-    """Draw means with their intervals."""
-    means, bars = zip(*((scale * one.mean, scale * one.bar) for one in found), strict=True)
-    axes.errorbar(x, means, bars, **look)
-
-
-def _note(shown: Iterable[Interval], what: str = "Error bars") -> str:
+def _note(shown: Iterable[Interval]) -> str:
     """Return the note on the error bars, with the number of seeds."""
     counts = [found.n for found in shown]
     low, high = min(counts, default=0), max(counts, default=0)
-    return f"{what}: 95 % intervals of Student's t over {low if low == high else f'{low} to {high}'} seeds."
+    return (
+        f"Error bars: 95 % intervals of Student's t over {low if low == high else f'{low} to {high}'} seeds."
+    )

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 from ..common.drawing import save
-from . import compare, figures, plan, report
+from . import figures, plan, report
 from .compare import Found
 from .results import Results, results_of
 from .settings import BASIC, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS
 
-OVER_STREAM = ("plain", "agem", "gem", "gem-tolerance", "gpm", "replay", "der", "gem-weight", "gem-kl")
-COSTS = ("replay", "replay-4", "replay-all", "agem", "igem3", "gem", "gem-weight", *LADDERS[1][1:])
 EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness matter?
 
 
@@ -22,23 +20,16 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     written = [folder / f"{stream}.md"]
     written[0].write_text(page(stream, found), encoding="utf-8")
     main = found.only(named(stream))
-    with_same = found.only(name for name in found.runs if name in main.runs or name in SAME)
-    ladders = [[name for name in ladder if name in found.runs] for ladder in LADDERS]
-    # All policies and sizes of the memory, under the names of the methods that they vary.
-    sizes = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
-    stored = [
-        run | {"method": METHODS[name].like or name} for name in sizes for run in found.runs.get(name, [])
-    ]
-    for name, drawing, needed, what in (
-        ("cost", figures.accuracy_and_cost, "plain", (main,)),
-        ("stream", figures.accuracy_over_stream, "plain", (main, OVER_STREAM)),
-        ("differences", figures.paired_differences, "replay", (with_same,)),
-        ("exact", figures.after_each_task, EXACT, (found, EXACT, SHORTCUTS)),
-        ("rows", figures.ladders, LADDERS[1][1], (found, ladders)),
-        ("memory", figures.memory, next(iter(MEMORIES)), (stored,)),
-    ):
-        if needed in found.runs and len(main.runs) > 1:
-            written.append(save(folder / f"{stream}-{name}.png", drawing, *what))
+    if "replay" in main.runs and len(main.runs) > 1:
+        with_same = found.only(name for name in found.runs if name in main.runs or name in SAME)
+        written.append(save(folder / f"{stream}-differences.png", figures.paired_differences, with_same))
+    if next(iter(MEMORIES)) in found.runs:
+        # All policies and sizes of the memory, under the names of the methods that they vary.
+        sizes = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
+        stored = [
+            run | {"method": METHODS[name].like or name} for name in sizes for run in found.runs.get(name, [])
+        ]
+        written.append(save(folder / f"{stream}-memory.png", figures.memory, stored))
     return written
 
 
@@ -57,9 +48,6 @@ def page(stream: str, found: Found) -> str:
             parts.append(report.variants(found, varied, timed=varied is CHEAPER))
     if all(name in found.runs for ladder in LADDERS for name in ladder):
         parts.append(report.equal_time(found))
-    full, *others = LADDERS[1]
-    if full in found.runs and (cheaper := [name for name in others if name in found.runs]):
-        parts.append(report.cheapest(found, cheaper, full))
     return "\n\n".join(parts) + "\n"
 
 
@@ -83,10 +71,6 @@ def overview(folder: Path) -> dict[str, str]:
             "Final average accuracy of exact GEM minus that of others.", streams, exact, turned=False
         ),
         "replay": report.over_streams("Final average accuracy minus that of replay.", streams, others),
-        "cost": report.relative_times(streams, COSTS),
         "rows": report.over_streams(f"Final average accuracy {same}", streams, varied),
-        "rows-lowest": report.over_streams(
-            f"Lowest accuracy of past tasks {same}", streams, varied, compare.lowest_past_accuracy
-        ),
     }
     return {f"overview-{name}.md": text + "\n" for name, text in tables.items()}

@@ -186,25 +186,10 @@ def equal_time(found: Found) -> str:
     return f"{caption}\n\n{markdown_table(['Budget (plain steps)', *columns, 'Difference'], rows)}"
 
 
-def cheapest(found: Found, names: Sequence[str], reference: str) -> str:
-    """Return a sentence on the cheapest method that is within noise of a reference."""
-    full = METHODS[reference].title
-    name = found.cheapest_within_noise(names, reference)
-    if name is None:
-        return f"None of {', '.join(METHODS[name].title for name in names)} is within noise of {full}."
-    return (
-        f"The cheapest within noise of {full} is {METHODS[name].title}: {1e3 * found.step(name):.3g} ms per "
-        f"step against {1e3 * found.step(reference):.3g}, AvgAcc {difference(found.minus(name, reference))} "
-        "points. Within noise means that the 95 % interval of the paired difference includes zero or lies "
-        "above."
-    )
-
-
 def over_streams(
     caption: str,
     streams: Mapping[str, Found],
     pairs: Mapping[str, tuple[str, str]],
-    measure: Measure = compare.average_accuracy,
     turned: bool = True,
 ) -> str:
     """Return the table of differences between methods, for the streams that have runs of both.
@@ -216,7 +201,7 @@ def over_streams(
     shown = {head: pair for head, pair in pairs.items() if any(set(pair) <= names for names in known)}
     lines = [["Method" if turned else "Stream", "Seeds", *shown]]
     for title, found in streams.items():
-        row = [found.minus(*pair, measure) for pair in shown.values()]
+        row = [found.minus(*pair) for pair in shown.values()]
         if any(row):
             lines.append([title, *_cells(row)])
     return _lines(f"{caption} {OVER_STREAMS}", lines, turned)
@@ -235,18 +220,6 @@ def at_equal_settings(streams: Mapping[str, Found]) -> str:
             row = [found.minus("gem-weight", alike[0], DIFFERENCES[head]) for head in heads]
             lines.append([title, *(f"{value:g}" for value in of_gem), *_cells(row)])
     return _lines(f"{caption} {OVER_STREAMS}", lines)
-
-
-def relative_times(streams: Mapping[str, Found], names: Sequence[str]) -> str:
-    """Return the table of step times, in plain steps, for the streams whose runs were timed alone."""
-    caption = "Time of a step in plain steps: means over two seeds and all steps after the first task."
-    lines = [["Method", *(METHODS[name].title for name in names)]]
-    for title, found in streams.items():
-        alone = {name: found.step(name) for name, [run, *_] in found.times.items() if run["phase"] == "time"}
-        if "plain" in alone:
-            steps = (f"{alone[name] / alone['plain']:.1f}" if name in alone else "-" for name in names)
-            lines.append([title, *steps])
-    return _lines(caption, lines, turned=True)
 
 
 def _cells(row: Sequence[Interval | None]) -> list[str]:

@@ -1,16 +1,13 @@
-"""Runs, and the records of finished runs: one line of JSON for each, in a file that only grows."""
+"""The runs of the study, and where their records are."""
 
-import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar
 
-from examples.common.command import SetupError
 from examples.common.metrics import Record
+from examples.common.results import Results
 from examples.common.workers import VERSIONS
 
 from . import digest
@@ -51,69 +48,6 @@ class AnyRun:
         return record | more | {"lr": self.rate, "knob": knob, "seed": self.seed}
 
 
-class Results:
-    """The finished runs of a stream.
-
-    A line is either a record with a key, or the common facts of the records after it: versions, machine, and
-    hashes of data and backbone. A last line without an end was cut off, because the process was killed or the
-    disk was full. It is removed, and its run is repeated. Any other damage is an error that names the file
-    and the line. The first record creates the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.records: dict[str, Record] = {}
-        self._about: Mapping[str, Any] = {}
-        if not path.exists():
-            return
-        text = path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        if whole < len(text):
-            os.truncate(path, whole)
-        for number, line in enumerate(text[:whole].splitlines(), 1):
-            try:
-                found = json.loads(line)
-                if "about" in found:
-                    self._about = found["about"]
-                else:
-                    self.records[found["key"]] = found
-            except (ValueError, KeyError, TypeError) as error:
-                raise SetupError(
-                    f"{path}, line {number} is damaged ({error!r}); remove it, and its run is done again"
-                ) from None
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.records
-
-    def check(self, hashes: Mapping[str, str]) -> None:
-        """Raise if the records depend on other data or another backbone."""
-        if self._about and hashes != self._about["hashes"]:
-            raise SetupError(
-                f"{self.path} has results of other data or another backbone, {self._about['hashes']}; found "
-                f"{hashes}. Remove the file, and its runs are done again, or use another folder for results."
-            )
-
-    def add(self, record: Record, about: Mapping[str, Any]) -> None:
-        """Append a record, and the facts about it if they have changed."""
-        about = json.loads(json.dumps(about))
-        self.check(about["hashes"])
-        lines = [json.dumps(record) + "\n"]
-        if about != self._about:
-            lines.insert(0, json.dumps({"about": about}) + "\n")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self.path.open("ab", buffering=0) as file:
-                file.write("".join(lines).encode())
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
-        self.records[record["key"]], self._about = record, about
-
-    def keep(self, run: Any, result: Record) -> None:
-        """Append the record of a run that has finished."""
-        self.add(run.record(result), result["about"])
-
-
 def results_of(stream: str, folder: Path) -> Results:
     """Return the finished runs of a stream."""
     return Results(folder / "runs" / f"{stream}.jsonl")
@@ -128,12 +62,3 @@ def origin(hashes: Mapping[str, str]) -> dict[str, Any]:
     """Return the versions, hashes and machine that results depend on besides their settings."""
     machine = {"machine": platform.processor() or platform.machine(), "system": platform.system()}
     return {"versions": VERSIONS, "hashes": dict(hashes)} | machine
-
-
-def rounded(value: Any) -> Any:
-    """Return plain values with five digits, as more is noise; None for numbers that JSON lacks."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: rounded(part) for name, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -23,18 +21,18 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from examples.common import colours, command
-from examples.common.drawing import save
+from examples.common import command
 from examples.common.metrics import Record, grouped, mean_std
+from examples.common.results import rounded
 from examples.common.tables import markdown_table, plus_minus
 from examples.common.workers import work
 from examples.lora_agnews.backbone import GPT2_LAYERS, LORA
 
-from . import compare, digest, figures, plan
+from . import compare, digest, plan
 from .__main__ import parser
 from .language import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
 from .plan import Point
-from .results import AnyRun, Results, origin, results_of, rounded
+from .results import AnyRun, Results, origin, results_of
 from .settings import SEEDS
 
 CAPTION = (
@@ -59,7 +57,6 @@ class Method:
     """How X is kept: a kind and a loss of `language.learn`, with three values of its weight or tolerance."""
 
     title: str
-    colour: str
     kind: str
     loss: Any = None
     knob: str = ""
@@ -81,12 +78,12 @@ class Setting:
 
 
 METHODS = {
-    "plain": Method("Fine-tuning", colours.FINE_TUNING, "plain"),
-    "text": Method("Replay of text", colours.REPLAY, "replay", TEXT, "weight", (0.1, 0.3, 1.0)),
-    "kl": Method("Replay of KL", colours.REPLAY_OF_OUTPUTS, "replay", KL, "weight", (1.0, 3.0, 10.0)),
-    "gem": Method("GEM on text", colours.GEM_STEP, "GEM", TEXT),
-    "text-held": Method("Text held", colours.IGEM, "held", TEXT, "tolerance", (0.0, 0.03, 0.1)),
-    "kl-held": Method("KL held", colours.GEM, "held", KL, "tolerance", (0.0, 0.03, 0.1)),
+    "plain": Method("Fine-tuning", "plain"),
+    "text": Method("Replay of text", "replay", TEXT, "weight", (0.1, 0.3, 1.0)),
+    "kl": Method("Replay of KL", "replay", KL, "weight", (1.0, 3.0, 10.0)),
+    "gem": Method("GEM on text", "GEM", TEXT),
+    "text-held": Method("Text held", "held", TEXT, "tolerance", (0.0, 0.03, 0.1)),
+    "kl-held": Method("KL held", "held", KL, "tolerance", (0.0, 0.03, 0.1)),
 }
 SETTINGS = {
     "full": Setting("All weights, 48 references, 150 steps"),
@@ -203,21 +200,6 @@ def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
     return sorted(plan.missing(runs, results), key=lambda run: run.seed)
 
 
-def publish(results: Results, folder: Path) -> list[Path]:
-    """Write tables and figures of the finished settings, and return their paths."""
-    if not (text := page(results)):
-        return []
-    written = [folder / "skill.md"]
-    written[0].write_text(text, encoding="utf-8")
-    for setting in SETTINGS:
-        records = reported(setting, results)
-        if records and not SETTINGS[setting].tuned:
-            before = mean(record["loss"]["before"] for record in records)
-            written.append(folder / f"skill-{setting}.png")
-            save(written[-1], figures.losses, records, METHODS, before)
-    return written
-
-
 def page(results: Results) -> str:
     """Return a table for each complete setting; an empty text if there is none."""
     found = {setting: reported(setting, results) for setting in SETTINGS}
@@ -259,15 +241,16 @@ def table(setting: str, records: Sequence[Record], results: Results) -> str:
 
 @command.finishing
 def main(arguments: Sequence[str] | None, console: Console) -> None:
-    """Execute the missing runs, then write tables and figures."""
+    """Execute the missing runs, then write the tables."""
     given = parser("python -m examples.study.skill", __doc__).parse_args(arguments)
     command.check_known("setting", given.names, SETTINGS)
     results = results_of("skill", given.out)
     while not given.report and (waiting := todo(results, given.names)):
         console.print(f"[bold]skill[/]  {len(waiting)} runs")
         work(waiting, results.keep, given.jobs, console)
-    for path in publish(results, given.out):
-        console.print(f"[bold]written[/]   {path}")
+    if text := page(results):
+        (given.out / "skill.md").write_text(text, encoding="utf-8")
+        console.print(f"[bold]written[/]   {given.out / 'skill.md'}")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from examples.common.batch import Batch, batches, concatenate, rows
+from examples.common.results import rounded
 from examples.lora_agnews.record import Recorder
 from gemproj.torch.losses import CrossEntropy
 
 from . import streams
 from .learners import Learner, Setup
-from .results import AnyRun, Record, origin, rounded
+from .results import AnyRun, Record, origin
 from .settings import METHODS, STREAMS
 from .streams import Stream, Task
 

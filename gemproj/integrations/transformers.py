@@ -37,8 +37,8 @@ _LONGEST = 1024
 # Columns of examples that are tokenised already, and those of texts in the formats of TRL.
 _COLUMNS = {"input_ids", "pixel_values", "labels", "label"}
 _TEXTS = [("messages",), ("text",), ("prompt", "completion")]
-# Keys of tokens, of models that generate text and of others.
-_LABELLED, _UNLABELLED = "tokens of text", "tokens"
+# Key of the tokens of a text, which no collator of a Trainer knows.
+_TEXT = "tokens of a text"
 # Number of texts that a model writes where no data is given, and the share that is held out.
 _TEXTS_WRITTEN, _HELD_OUT = 256, 0.2
 # Names in the logs of the held-out loss and the ends of its 95 % interval.
@@ -74,7 +74,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     include the numbers of `logs`, such as ``keep/excess``, wherever `report_to` sends them.
 
     Checkpoints include a file ``keeper.pt``, or one per process. It is found if training resumes from a
-    folder in ``args.output_dir``, or from ``args.resume_from_checkpoint``; otherwise call `load`.
+    folder in ``args.output_dir``; for another one, which callbacks are not told, also set
+    ``args.resume_from_checkpoint``.
 
     Parameters
     ----------
@@ -98,7 +99,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     _usual = Promise(Distillation())
     _remedy = "Pass KeeperCallback(texts): this model does not write texts."
-    _named: dict[str, Any] | None = None  # the checkpoint that `load` has read
     _tools: tuple[Any, ...] | None = None  # tokenizer and training arguments
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
@@ -106,15 +106,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             return data, collate
         assert isinstance(self._collate, _Collator)
         return _as_examples(data, self._model, self._collate, *self._tools)
-
-    def load(self, folder: str | os.PathLike[str]) -> None:
-        """Read the state of the keeper from a checkpoint, for the training that begins next.
-
-        `load` is needed only to resume from a checkpoint outside of ``args.output_dir``, because callbacks do
-        not receive its path. Call `load` after making the trainer. The checkpoint must have been made with
-        a keeper and by the same number of processes.
-        """
-        self._named = read(folder)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give back the norm to which gradients are clipped, after a training that broke off."""
@@ -143,7 +134,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             self.load_state_dict(self._find(args, state.global_step))
         elif not self.sets and not self._given:
             self._keep_references()
-        self._named = None
 
     def _keep_references(self) -> None:
         """Let a language model write what to keep, where no data was given."""
@@ -152,16 +142,12 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         (tokenizer, _), (model, _) = self._tools, unwrapped(self._model)
         if tokenizer is None or not getattr(model, "can_generate", bool)():
             return
-        from transformers import DataCollatorForSeq2Seq
-
         world, rank = AcceleratorState().num_processes, AcceleratorState().process_index
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
         texts = write_references(model, tokenizer, max(_TEXTS_WRITTEN // world, 1), seed=rank, cache=folder)
-        if "labels" in texts[0]:
-            self.keep(texts, name="references", hold_out=_HELD_OUT, collate=DataCollatorForSeq2Seq(tokenizer))
-        else:
-            named = [{_LABELLED: one["input_ids"]} for one in texts]
-            self.keep(named, name="references", hold_out=_HELD_OUT, collate=self._collate)
+        # Only the texts of an encoder-decoder have labels of their own.
+        examples = [{_TEXT: {"labels": one["input_ids"]} | one} for one in texts]
+        self.keep(examples, name="references", hold_out=_HELD_OUT, collate=self._collate)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
@@ -228,18 +214,17 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     def _find(self, args: Any, step: int) -> dict[str, Any]:
         """Return the state of the keeper at the step from which training resumes, or raise."""
-        folders = [_checkpoint(args, step)]
-        if args.resume_from_checkpoint and os.path.isdir(args.resume_from_checkpoint):
-            folders.insert(0, Path(args.resume_from_checkpoint))
-        states = [read(folder) for folder in folders if file_in(folder).is_file()]
-        for found in [self._named, *states]:
-            if found is not None and found["step"] == step:
+        named = args.resume_from_checkpoint
+        folders = [Path(named)] if named and os.path.isdir(named) else []
+        folders.append(_checkpoint(args, step))
+        for folder in folders:
+            if file_in(folder).is_file() and (found := read(folder))["step"] == step:
                 return found
         raise ValueError(
             f"Training resumes at step {step}, but the state of the keeper at that step is not in "
-            f"{' or '.join(map(str, folders))}. Call KeeperCallback.load(folder) with the checkpoint before "
-            "train(). If the checkpoint was made without a keeper, begin a training from its model instead: "
-            "Model.from_pretrained(checkpoint), and train() without resume_from_checkpoint."
+            f"{' or '.join(map(str, folders))}. Set args.resume_from_checkpoint to the checkpoint. If it was "
+            "made without a keeper, begin a training from its model instead: Model.from_pretrained("
+            "checkpoint), and train() without resume_from_checkpoint."
         )
 
 
@@ -309,12 +294,13 @@ def _is_text(one: Any) -> bool:
     return isinstance(one, str) or (isinstance(one, list) and bool(one) and isinstance(one[0], Mapping))
 
 
-def _tokens(one: Any, tokenizer: Any, longest: int, labels: bool) -> dict[str, list[int]]:
-    """Return the tokens of a text or of a conversation, with a name that no collator of a Trainer knows."""
+def _tokens(one: Any, tokenizer: Any, longest: int, labelled: bool) -> dict[str, dict[str, list[int]]]:
+    """Return the tokens of a text or of a conversation, as an example that `_Collator` knows."""
     text = one if isinstance(one, str) else tokenizer.apply_chat_template(one, tokenize=False)
     # A template writes its own special tokens.
     found = tokenizer(text, truncation=True, max_length=longest, add_special_tokens=isinstance(one, str))
-    return {_LABELLED if labels else _UNLABELLED: list(found["input_ids"])}
+    ids = list(found["input_ids"])
+    return {_TEXT: {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}}
 
 
 class _Collator:
@@ -324,14 +310,17 @@ class _Collator:
         self.tokenizer, self.collate = tokenizer, collate
 
     def __call__(self, examples: list[Any]) -> Any:
-        key = next((key for key in (_LABELLED, _UNLABELLED) if key in examples[0]), None)
-        if key is None:
+        if _TEXT not in examples[0]:
             assert self.collate is not None
             return self.collate(examples)
+        batch = {}
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
-        counts = torch.tensor([len(one[key]) for one in examples])
-        mask = torch.arange(max(int(counts.max()), 1)) < counts[:, None]
-        ids = torch.full(mask.shape, pad)
-        ids[mask] = torch.tensor([token for one in examples for token in one[key]])
-        batch = {"input_ids": ids, "attention_mask": mask.long()}
-        return batch | {"labels": ids.masked_fill(~mask, -100)} if key == _LABELLED else batch
+        for name in examples[0][_TEXT]:
+            rows = [one[_TEXT][name] for one in examples]
+            counts = torch.tensor([len(row) for row in rows])
+            mask = torch.arange(max(int(counts.max()), 1)) < counts[:, None]
+            batch[name] = torch.full(mask.shape, pad if name == "input_ids" else -100)
+            batch[name][mask] = torch.tensor([token for row in rows for token in row], dtype=torch.long)
+            if name == "input_ids":
+                batch["attention_mask"] = mask.long()
+        return batch
