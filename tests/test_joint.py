@@ -309,7 +309,7 @@ def test_a_new_set_is_compared_again():
     for way in ("layers", "vmap"):
         for _ in range(2):
             take(model, optimizer, task(5))
-            (plan,) = keeper._joint._plans.values()
+            (plan,) = keeper._training.joint._plans.values()
             assert plan.way.__name__ == f"_by_{way}"
         keeper.keep([examples(1.0)], name=3)
 

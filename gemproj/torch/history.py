@@ -39,11 +39,11 @@ class Projection:
     excess : Tensor or None
         Excess of each loss over its bound at the beginning of the step, shape (t,), float64; NaN for a
         promise without a tolerance. None if no promise has a tolerance.
-    cosines : Tensor, shape (t,), float64
-        Cosine between the applied step and each row, measured on the parameters. A negative cosine means that
-        the step raises the loss of this row, to first order.
-    noise : Tensor, scalar
-        Rounding of the parameters as a cosine.
+    square, products, norms : Tensor
+        Squared norm of the applied step, measured on the parameters, its products with the rows, and the
+        norms of the rows.
+    rounding, eps : Tensor, float
+        Norm of the rounding errors of the parameters, and relative rounding error of the rows.
     ages : list of int
         Steps since each row was computed. In between, losses are forecast.
     seconds : float
@@ -56,8 +56,11 @@ class Projection:
     losses: Tensor
     stored: Tensor
     excess: Tensor | None
-    cosines: Tensor
-    noise: Any
+    square: Tensor
+    products: Tensor
+    norms: Tensor
+    rounding: Tensor
+    eps: float
     ages: Sequence[int]
     seconds: float
     costs: Sequence[float]
@@ -85,6 +88,33 @@ class Projection:
     def step(self) -> DualSolution | None:
         """Multipliers and certificates of the projected step; None with ``on="gradient"``."""
         return None if self._step is None else self._step.to(_as_tensor)
+
+    def with_part(self, part: Projection) -> Projection:
+        """Return these statistics with those of another optimizer's part of the same step."""
+        return replace(
+            part,
+            losses=self.losses,
+            excess=self.excess,
+            square=self.square + part.square,
+            products=self.products + part.products,
+            ages=self.ages,
+            seconds=self.seconds + part.seconds,
+            costs=self.costs,
+        )
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        """Cosine between the applied step and each row, shape (t,).
+
+        A negative cosine means that the step raises the loss of this row, to first order.
+        """
+        sizes = self.norms * self.square.sqrt()
+        return torch.where(sizes > 0, self.products / sizes, 0.0)
+
+    @property
+    def noise(self) -> Tensor:
+        """Rounding of the parameters as a cosine."""
+        return 16 * self.eps + self.rounding / self.square.sqrt().clamp(min=1e-30)
 
     @property
     def age(self) -> int:
@@ -196,17 +226,21 @@ class History:
         self._sums: dict[str, float]
         self._forget_means()
 
-    def add(self, step: Projection) -> None:
-        """Add the statistics of a step."""
+    def add(self, step: Projection, part: Projection | None = None) -> None:
+        """Add the statistics of a step, in place of those of a part of it if they were the last ones."""
         if step._first is None:
             return
-        if self._pending and _kind(step) != _kind(self._pending[0]):
+        if part is not None and self._pending and self._pending[-1] is part:
+            self._pending[-1] = step
+            return
+        if self._pending and (
+            _kind(step) != _kind(self._pending[0])
+            or len(self._pending) >= min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
+        ):
             self.count()
         self._pending.append(step)
         self._numbers.append(self._steps)
         self._steps += 1
-        if len(self._pending) >= min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2):
-            self.count()
 
     def wait(self, names: Iterable[Any]) -> None:
         """Count a step under these promises in which nothing was computed."""

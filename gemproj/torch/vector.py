@@ -90,6 +90,22 @@ class ParameterVector:
         """A buffer for gradients and steps."""
         return self.buffer()
 
+    @cached_property
+    def before(self) -> Buffer:
+        """The parameters at the beginning of the last step that was projected."""
+        return self.buffer()
+
+    @cached_property
+    def weights(self) -> Buffer:
+        """The weights of the metric in which steps are projected."""
+        return self.buffer()
+
+    def rounding(self) -> Tensor:
+        """Return by how much the rounding of the parameters changes a step, as a norm, shape (1,)."""
+        square = torch.linalg.vector_norm(self.before.whole).reshape(1) ** 2
+        eps = max(torch.finfo(p.dtype).eps for p in self.parameters)
+        return eps * self.topology.sum_shards(square).sqrt()  # replicas may count more than once
+
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return views of a vector, one per parameter, in the shapes of the local shards."""
         parts = vector.split(self.sizes)
