@@ -172,7 +172,7 @@ SHAPE = "one number for each of these 12, .*found {}.*logits.*tokens"
         (lambda model, batch: loss(model, batch["x"]), TypeError, "indices"),
         (lambda model, batch: loss(model, batch).detach(), ValueError, r"has no gradient: .*detach\(\)"),
         (torch.no_grad()(loss), ValueError, r"has no gradient: .*torch.no_grad\(\)"),
-        (without_loss, ValueError, r"\(\*\*batch\).loss is None; found a batch with x. .*if the batch has labels"),
+        (without_loss, ValueError, r"has no loss: SimpleNamespace, for a batch with x. .*if the batch has labels"),
         (logits, ValueError, SHAPE.format(r"\(12, 3\)")),
         (tokens, ValueError, SHAPE.format(r"\(24,\)")),
         (lambda model, batch: EACH(model, batch)[:, None], ValueError, SHAPE.format(r"\(12, 1\)")),
