@@ -71,8 +71,8 @@ class Passes:
     def __call__(self, sets, **options):
         calls = []
         handle = self.model.register_forward_hook(lambda *_: calls.append(1))
-        draws = [Draw(kept, list(range(len(kept))), self.loss) for kept in sets]
-        self.rows.fill(self.model, draws, joint=self.joint, **options)
+        draws = [Draw(kept, list(range(len(kept))), self.loss, k) for k, kept in enumerate(sets)]
+        self.rows.fill(self.model, draws, range(len(draws)), joint=self.joint, **options)
         handle.remove()
         return len(calls)
 

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from gemproj.torch._warn import warn
 
 Batch = Any  # a nesting of tensors (n, ...), or the result of a collate function
 Collate = Callable[[list[Any]], Batch]
@@ -72,22 +73,11 @@ def read(
 def _sampled(chunks: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
     """Return `limit` examples, one by one, each with the same probability."""
     kept: list[Any] = []
-    seen = 0
-    for chunk in chunks:
-        for k in range(count(chunk)):
-            seen += 1
-            slot = len(kept)
-            if slot == limit:
-                slot = _draw(seen, random)
-                if slot >= limit:
-                    continue
-                slot = _draw(limit, random)
+    for seen, (chunk, k) in enumerate((some, k) for some in chunks for k in range(count(some))):
+        slot = seen if seen < limit else int(torch.randint(seen + 1, (), generator=random, device="cpu"))
+        if slot < limit:
             kept[slot : slot + 1] = [owned(take(chunk, [k]))]
     return kept
-
-
-def _draw(n: int, random: torch.Generator) -> int:
-    return int(torch.randint(n, (), generator=random, device="cpu"))
 
 
 def _chunks(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
@@ -144,27 +134,21 @@ def _apart(loader: Any) -> Any:
 
 def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
     """Read a data set with torch's `default_collate`: collate now if tensors result, otherwise at draws."""
-    lists = _lists(data)
-    first = next(lists, None)
+    first = next(lists := _lists(data), None)
     if first is None:
         return lists, None
     lists = itertools.chain([first], lists)
     try:
-        tensors_of(_collated(first))
-    except TypeError:  # raised for text, for example
-        return lists, default_collate
-    return map(_collated, lists), None
-
-
-def _collated(examples: list[Any]) -> Any:
-    try:
-        return default_collate(examples)
-    except (RuntimeError, TypeError, KeyError) as error:
+        tensors_of(default_collate(first))
+    except (RuntimeError, KeyError) as error:
         raise ValueError(
             "torch's default_collate cannot make a batch of the examples of the data set. Pass collate=, a "
             "function of a list of examples, such as the data collator of training; or a DataLoader "
             "with such a function."
         ) from error
+    except TypeError:  # raised for text, for example
+        return lists, default_collate
+    return map(default_collate, lists), None
 
 
 def _lists(data: Any) -> Iterator[PerExample]:
@@ -190,14 +174,13 @@ def _ending(chunks: Iterator[Any], data: Any, limit: int | None) -> Iterator[Any
         if limit is not None and read >= _MOST_FOR_ONE * limit:
             return
         if time.monotonic() - start > _PATIENCE:
-            start = float("inf")
+            start = float("inf")  # said once
             end = (
                 f"ends after {_MOST_FOR_ONE * limit:,} of them" if limit else "without limit= keeps them all"
             )
-            warnings.warn(
+            warn(
                 f"keep is still reading: data has no length, and {read:,} examples were read so far. This "
-                f"{end}. Pass itertools.islice(data, n) for a shorter part.",
-                stacklevel=2,
+                f"{end}. Pass itertools.islice(data, n) for a shorter part."
             )
 
 
