@@ -31,6 +31,12 @@ class KeptSet:
         The loss of each example; for a loss that is a mean, the mean of the batch in which it was computed.
     adapter : str
         The adapters of peft that were active.
+    own : bool
+        Whether the promise is the set's own, not the keeper's.
+    queue : list of int
+        Indices of the examples that have not been drawn since all were.
+    held : KeptSet or None
+        The held-out examples, which are only scored.
     """
 
     name: Hashable
@@ -40,9 +46,9 @@ class KeptSet:
     outputs: Any
     losses: Tensor
     adapter: str = ""
-    own: bool = False  # whether the promise is the set's own, not the default one
-    queue: list[int] = field(default_factory=list)  # examples that have not been drawn yet
-    held: KeptSet | None = None  # examples that are only scored
+    own: bool = False
+    queue: list[int] = field(default_factory=list)
+    held: KeptSet | None = None
 
     def __len__(self) -> int:
         return len(self.losses)
