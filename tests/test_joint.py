@@ -1,7 +1,5 @@
 """Rows of G that share a pass: those of a pass each, or a reason why not."""
 
-import threading
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -344,24 +342,3 @@ def test_longer_examples_share_smaller_passes(monkeypatch):
     joint(short)
     assert joint(short) < joint(long) <= alone(long)
     torch.testing.assert_close(joint.rows.G, alone.rows.G)
-
-
-def test_other_threads_may_compute_with_the_model():
-    model, sets = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double(), vectors(6)
-    x, ended, wrong = torch.randn(12, 6).double(), threading.Event(), []  # as many as in a pass of all rows
-    expected = model(x).detach()
-
-    def evaluate():
-        while not ended.is_set():
-            with torch.no_grad():
-                wrong.extend([1] * (not torch.equal(model(x), expected)))
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    try:
-        for _ in range(30):
-            assert Passes(model)(sets)
-    finally:
-        ended.set()
-        thread.join()
-    assert not wrong

@@ -124,12 +124,8 @@ class ParameterVector:
 
     def read_step(self, before: Buffer) -> Tensor:
         """Return the parameters in a buffer minus the parameters, in `scratch`."""
-        step = self.scratch
-        if self._one_device:
-            step.whole.copy_(before.whole)
-            torch._foreach_sub_(step.parts, self.local())
-            return step.whole
-        return torch.sub(before.whole, self.read(step), out=step.whole)
+        step = self.read(self.scratch)
+        return torch.sub(before.whole, step, out=step)
 
     def take_step(self, before: Buffer) -> None:
         """Set the parameters to those in a buffer minus the step in `scratch`, which is overwritten."""
@@ -144,12 +140,10 @@ class ParameterVector:
     def gradients(self, loss: Tensor) -> list[Tensor | None]:
         """Return the gradient of a loss with respect to each parameter; ``.grad`` is not changed."""
         if not self.topology.collective:
-            gradients: list[Tensor | None] = list(
-                torch.autograd.grad(loss, self.parameters, allow_unused=True)
-            )
-            if any(g is None for g in gradients):
+            found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
+            if any(gradient is None for gradient in found):
                 _refuse_reentrant(loss)
-            return gradients
+            return found
         # FSDP computes with gathered parameters and writes the gradients of shards to .grad itself.
         kept = [p.grad for p in self.parameters]
         try:
@@ -209,8 +203,8 @@ class ParameterVector:
             torch._foreach_copy_(to, given)
         return out.whole
 
-    def write_gradient(self, reached: Sequence[bool], changed: bool = True) -> None:
-        """Copy `scratch`, if `changed`, to each ``.grad``; create missing gradients of `reached` parameters.
+    def write_gradient(self, reached: Sequence[bool]) -> None:
+        """Copy `scratch` to each ``.grad``; create missing gradients of `reached` parameters.
 
         Missing gradients are created even if they are zero, because a test for zeros would synchronise.
         """
@@ -218,7 +212,7 @@ class ParameterVector:
         for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
             if p.grad is None and wanted:
                 p.grad = _gradient_like(p, part)
-            elif p.grad is not None and changed:
+            elif p.grad is not None:
                 to.append(local(p.grad))
                 given.append(part)
         if to:
