@@ -23,6 +23,12 @@ _MOST_POINTS = 1000
 # entries of their Gram matrices.
 _MOST_PENDING, _MOST_ENTRIES = 50, 1 << 17
 
+# Sums over the steps since the last log, and the worst values.
+_WORST = {"keep/worst_cosine": math.inf, "keep/excess": -math.inf}
+_NOTHING = _WORST | dict.fromkeys(
+    ("steps", "keep/violations", "keep/active", "keep/cosine", "keep/seconds"), 0.0
+)
+
 _as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # device results already are tensors
 
 
@@ -219,27 +225,20 @@ class History:
         self.lines: dict[Any, Line] = {}
         self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
         self._steps, self._every = 0, 1
-        self._pending: list[Projection] = []  # steps that have not been counted yet
-        self._numbers: list[int] = []  # and their numbers
-        self._excess: float
-        self._worst: float
-        self._sums: dict[str, float]
-        self._forget_means()
+        self._pending: list[tuple[int, Projection]] = []  # numbers and steps that have not been counted yet
+        self._since = dict(_NOTHING)
 
     def add(self, step: Projection, part: Projection | None = None) -> None:
         """Add the statistics of a step, in place of those of a part of it if they were the last ones."""
         if step._first is None:
             return
-        if part is not None and self._pending and self._pending[-1] is part:
-            self._pending[-1] = step
+        if part is not None and self._pending and self._pending[-1][1] is part:
+            self._pending[-1] = self._pending[-1][0], step
             return
-        if self._pending and (
-            _kind(step) != _kind(self._pending[0])
-            or len(self._pending) >= min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
-        ):
+        most = min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
+        if self._pending and (len(self._pending) >= most or _kind(step) != _kind(self._pending[0][1])):
             self.count()
-        self._pending.append(step)
-        self._numbers.append(self._steps)
+        self._pending.append((self._steps, step))
         self._steps += 1
 
     def wait(self, names: Iterable[Any]) -> None:
@@ -258,14 +257,10 @@ class History:
             with a tolerance ``keep/excess``, the largest excess over a bound. Empty if no step counts.
         """
         self.count()
-        n, sums = self._logged, self._sums
-        found = {name: float(value) / n for name, value in sums.items()} if n else {}
-        if n:
-            found["keep/worst_cosine"] = self._worst
-        if n and not math.isnan(self._excess):
-            found["keep/excess"] = self._excess
-        self._forget_means()
-        return found
+        since, self._since = self._since, dict(_NOTHING)
+        n = since.pop("steps")
+        worst = {name: value for name in _WORST if math.isfinite(value := since.pop(name))}
+        return {name: value / n for name, value in since.items()} | worst if n else {}
 
     def close(self, name: Any) -> None:
         """Rename the statistics of a set, because its name now means other examples or another promise."""
@@ -302,10 +297,10 @@ class History:
 
     def count(self) -> None:
         """Add the pending steps to the totals; they are about the same rows."""
-        pending, self._pending = self._pending, []
-        numbers, self._numbers = self._numbers, []
-        if not pending:
+        if not self._pending:
             return
+        numbers, pending = zip(*self._pending, strict=True)
+        self._pending = []
         sol = _batch([step._first for step in pending])
         violated, active, lam = (to_numpy(a) for a in (sol.violated, sol.active, sol.multipliers))
         cosines, losses, stored = (
@@ -316,17 +311,15 @@ class History:
         excess = np.full_like(losses, math.nan)
         if pending[0].excess is not None:
             excess = np.stack([to_numpy(step.excess) for step in pending])
-            self._excess = float(np.fmax(self._excess, np.nanmax(excess, initial=-math.inf)))
         broken = np.where(np.isnan(excess), cosines < -noise, excess > _LOSSES * (1.0 + np.abs(losses)))
-        self._logged += len(pending)
-        self._worst = min(self._worst, float(cosines.min()))
-        sums = {
-            "keep/violations": violated.sum(),
-            "keep/active": active.sum(),
-            "keep/cosine": to_numpy(sol.cosine()).sum(),
-            "keep/seconds": sum(step.seconds for step in pending),
-        }
-        self._sums = {name: self._sums[name] + float(value) for name, value in sums.items()}
+        since = self._since
+        since["steps"] += len(pending)
+        since["keep/violations"] += float(violated.sum())
+        since["keep/active"] += float(active.sum())
+        since["keep/cosine"] += float(to_numpy(sol.cosine()).sum())
+        since["keep/seconds"] += sum(step.seconds for step in pending)
+        since["keep/worst_cosine"] = min(since["keep/worst_cosine"], float(cosines.min()))
+        since["keep/excess"] = max(since["keep/excess"], float(np.nanmax(excess, initial=-math.inf)))
         for k, name in enumerate(pending[0].names):
             line = self.lines.setdefault(name, Line(name))
             line.stored = float(stored[-1, k])
@@ -345,10 +338,6 @@ class History:
                 self._points.append((number, dict(zip(step.names, map(tuple, pairs), strict=True))))
             if len(self._points) > _MOST_POINTS:
                 self._points, self._every = self._points[::2], 2 * self._every
-
-    def _forget_means(self) -> None:
-        self._logged, self._worst, self._excess = 0, math.inf, math.nan
-        self._sums = dict.fromkeys(("keep/violations", "keep/active", "keep/cosine", "keep/seconds"), 0.0)
 
 
 # Relative excess of a loss that is a rounding error.

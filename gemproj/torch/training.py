@@ -185,9 +185,9 @@ class Training:
             ]
         if fresh:
             self.joint, self._looks = SharedPasses(), 1
-        if sets:
-            self.terms = Terms.of([kept.promise for kept in sets], rows.vector.device)
         names, (inner, _), scaler = [kept.name for kept in sets], unwrapped(self.model), self._scaler
+        if sets and (fresh or names != rows.names):
+            self.terms = Terms.of([kept.promise for kept in sets], rows.vector.device)
         # Losses are scaled as in training with a scaler.
         scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
         rows.fill(inner, draws, names, microbatch=keeper._microbatch, scale=scale, joint=self.joint)
@@ -204,7 +204,7 @@ class Training:
             "microbatch": keeper._microbatch,
         }
         given |= {"on": keeper.on, "look": keeper.look, "project": keeper.project}
-        facts = {f"option {name}": repr(value) for name, value in given.items()}
+        facts: dict[str, Any] = {f"option {name}": repr(value) for name, value in given.items()}
         facts["names of sets"] = [kept.name for kept in sets]
         facts["promises"] = [kept.promise.numbers() for kept in sets]
         return facts | self.rows.vector.signature()

@@ -54,13 +54,6 @@ class ParameterVector:
         self.names, self.parameters = [name for name, _ in chosen], [p for _, p in chosen]
         self._sharded = any(mesh_of(p) is not None for p in self.parameters)
         shards = self.local()
-        for p, shard in zip(self.parameters, shards, strict=True):
-            computes = mesh_of(p).device_type if mesh_of(p) is not None else p.device.type
-            if shard.device.type != computes:
-                raise ValueError(
-                    f"Parameters are offloaded: they lie on {shard.device}, the model computes on {computes}."
-                    " Train without offloading of parameters and optimizer (CPUOffloadPolicy, offload_*)."
-                )
         self.device, self.dtype = shards[0].device, shards[0].dtype
         for p in shards:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
