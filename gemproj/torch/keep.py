@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from gemproj._arrays import wide_dtype
 from gemproj.torch._warn import warn
-from gemproj.torch.data import Collate, PerExample, count, join, leaves_of, moved, take
+from gemproj.torch.data import PerExample, join, leaves_of, moved, take
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet
-from gemproj.torch.promise import Loss, Promise, call_loss, explained
+from gemproj.torch.promise import Loss, call_loss, explained
 from gemproj.torch.rows import evaluating, passes, reshard
 from gemproj.torch.vector import ParameterVector
 
@@ -28,17 +28,10 @@ _NO_LABEL = (
 )
 
 
-def examined(
-    model: torch.nn.Module,
-    vector: ParameterVector,
-    promise: Promise,
-    loss: Loss,
-    examples: Any,
-    collate: Collate | None,
-    name: Hashable,
-    microbatch: int | None = None,
-) -> KeptSet:
-    """Return a set of the examples with a label, with the outputs and losses of the model.
+def examine(
+    kept: KeptSet, model: torch.nn.Module, vector: ParameterVector, loss: Loss, microbatch: int | None = None
+) -> None:
+    """Store the outputs and losses of the model for a new set, and leave out examples without a label.
 
     The model is called with as many examples as in a step. `loss` is the loss of the promise as it is
     computed in training.
@@ -49,7 +42,7 @@ def examined(
         If no example has a label; if a loss is not finite, which names the examples by their numbers; if it
         has the wrong shape or no gradient; or if collation draws random numbers and something is stored.
     """
-    kept = KeptSet(name, promise, examples, collate, None, torch.zeros(count(examples), dtype=torch.float64))
+    promise = kept.promise
     topology, outputs = vector.topology, getattr(loss, "outputs", None)
     with topology.agreement({}), torch.random.fork_rng(devices=[]):  # a collate function may draw numbers
         numbers = _labelled(kept, loss)
@@ -96,7 +89,6 @@ def examined(
         if isinstance(kept.outputs, PerExample):  # without a position that counts
             full = [k for k, one in enumerate(kept.outputs) if any(leaf.numel() for leaf in tree_leaves(one))]
             _leave_out(kept, full, numbers)
-    return kept
 
 
 def scored(

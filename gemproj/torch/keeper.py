@@ -15,10 +15,10 @@ from torch import Tensor
 from gemproj._checks import check_count
 from gemproj.methods import AnyMethod, as_method
 from gemproj.torch._warn import warn
-from gemproj.torch.data import Collate, read
+from gemproj.torch.data import Collate, count, read
 from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
-from gemproj.torch.keep import examined, scored, undisturbed
+from gemproj.torch.keep import examine, scored, undisturbed
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise, as_promise
 from gemproj.torch.rows import Rows, unwrapped
@@ -160,11 +160,12 @@ class KeeperBase:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 with vector.topology.agreement(facts), undisturbed(data):
                     examples, collate = read(data, collate, limit, self._random)
-                kept = examined(inner, vector, chosen, loss, examples, collate, name, self._microbatch)
+                losses = torch.zeros(count(examples), dtype=torch.float64)
+                kept = KeptSet(name, chosen, examples, collate, None, losses, adapters(inner))
+                kept.own = promise is not None or (known is not None and known.own)
+                examine(kept, inner, vector, loss, self._microbatch)
             if hold_out:
                 kept = _divided(kept, hold_out, self._random)
-            kept.adapter = adapters(inner)
-            kept.own = promise is not None or (known is not None and known.own)
             if known is not None:
                 whole = copy.copy(known)
                 whole.add(kept)
@@ -382,8 +383,8 @@ class Keeper(KeeperBase):
         The model to train.
     optimizer : torch.optim.Optimizer or list of them
         Must update all trainable parameters of the model, and no other parameters. With several optimizers,
-        such as Muon and AdamW, the step of each optimizer is projected separately; rows are computed once for
-        all that step after the same backward pass.
+        such as Muon and AdamW, each part of a step is projected by itself; rows are computed once for all
+        that step after the same backward pass, and losses are updated to first order in between.
     promise : Promise or loss, optional
         The promise about sets that are kept without their own; by default about ``model(**batch).loss``.
     on : {"both", "gradient", "step"}, default "both"
@@ -396,7 +397,8 @@ class Keeper(KeeperBase):
         When rows are computed: in every so many steps, between which losses are updated to first order; or
         with "auto", for each set when its loss may pass its bound in the next step, as far as a forecast can
         tell, and after 64 steps at the latest. A step in which no row is computed is left alone. Sets whose
-        promise has no tolerance, or has a weight, then have their rows computed in every step.
+        promise has no tolerance, or has a weight, then have their rows computed in every step, and so have
+        all sets with several optimizers.
     project : bool, default True
         Whether to change gradients and steps. If False, the report says what a projection would have done.
     microbatch : int, optional

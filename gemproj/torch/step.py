@@ -1,5 +1,12 @@
 """One step of training: rows of G, the projected gradient, the optimizer's own step, the projected step.
 
+::
+
+    G <- gradients of the losses of the kept sets       Training.look
+    g <- argmin |x - g|   subject to  G x >= h          project_gradient, in the hook before the step
+    s <- the optimizer's own step from g
+    s <- argmin |x - s|_W subject to  G x >= h          _finish, in the hook after it; W is Adam's metric
+
 For the step s of an optimizer, a promise with a tolerance requires ``G s >= repair * (loss - bound)``, the
 discrete form of a control barrier condition. To first order, this gives
 ``loss' - bound <= (1 - repair) (loss - bound)``. A loss above its bound returns to the bound geometrically,
@@ -316,12 +323,11 @@ class ProjectedStep:
 
     def _solve_step(self, rows: Rows, step: Tensor) -> tuple[DualSolution, bool]:
         """Project the step in the scratch buffer; return whether it has changed."""
-        moments = self._has_moments()
-        weights = self._weights(rows) if moments else None
+        weights = self._metric(rows)
         # Adam's metric has the unit of a gradient divided by a step.
         terms, alone = self._training.terms, self._training.keeper.on == "step"
         in_units = terms.penalty is not None or terms.compared is not False or (alone and terms.weighs)
-        unit = 1.0 if moments or not in_units else self.learning_rate()
+        unit = self.learning_rate() if weights is None and in_units else 1.0
         scale = self._clipped * unit
         return self._solve("step", rows, step, self._moving, unit=unit, scale=scale, weights=weights)
 
@@ -383,30 +389,38 @@ class ProjectedStep:
             combine_into(here, sol, here.vector)
         return sol, changed
 
-    def _weights(self, rows: Rows) -> Tensor:
-        """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``.
+    def _metric(self, rows: Rows) -> Tensor | None:
+        """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``; None for other optimizers.
 
         Adam's step minimises a quadratic model with this metric. Here v_hat is at least the square of the
         largest value of the entry in the rows. Without this minimum, v_hat is zero for entries without a
         gradient of the new loss, and a multiplier of 1 would move them by ``lr / eps`` times the row. With
         the minimum, a multiplier of 1 moves an entry by at most the learning rate, as Adam does.
         """
-        (w, shares), vector = self._vector.weights, self._vector
+        # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process has
+        # the moments of some parameters.
+        if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
+            return None
+        vector, states, found = self._vector, self.optimizer.state, []
+        w, shares = vector.weights
+        for p, shape, part, moves in zip(vector.parameters, vector.shapes, shares, self._moving, strict=True):
+            if not moves:
+                continue
+            group, state = self._groups[id(p)], states.get(p, {})
+            second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+            count = state.get("step", group.get("step"))  # some optimizers count in the group
+            if second is None or count is None or not group.keys() >= {"betas", "eps"}:
+                return None
+            if (second := local(second)).shape != shape:  # GaLore has moments of projected gradients
+                return None
+            correction, rate = 1 - group["betas"][1] ** _number(count), _number(group["lr"])
+            found.append((part, _dequantised(second), correction, group["eps"], rate))
         rows.largest(w)
-        parts, seconds, corrections, eps, rates = [], [], [], [], []
-        for p, part, moves in zip(vector.parameters, shares, self._moving, strict=True):
+        for part, moves in zip(shares, self._moving, strict=True):
             if not moves:
                 part.fill_(1.0)
-                continue
-            group, state = self._groups[id(p)], self.optimizer.state.get(p, {})
-            second = _dequantised(local(state.get("max_exp_avg_sq", state.get("exp_avg_sq"))))
-            count = _number(state.get("step", group.get("step")))  # some optimizers count in the group
-            parts.append(part)
-            seconds.append(second)
-            corrections.append(1 - group["betas"][1] ** count)
-            eps.append(group["eps"])
-            rates.append(_number(group["lr"]))
-        if parts:
+        if found:
+            parts, seconds, corrections, eps, rates = map(list, zip(*found, strict=True))
             # All parameters at once: six operations for each would take longer than the optimizer's step.
             roots: Any = torch._foreach_div(seconds, _alike(corrections, w))
             torch._foreach_sqrt_(roots)
@@ -415,22 +429,6 @@ class ProjectedStep:
             torch._foreach_add_(parts, eps)
             torch._foreach_div_(parts, _alike(rates, w))
         return w
-
-    def _has_moments(self) -> bool:
-        """Return whether the optimizer keeps second moments of all moving parameters, as Adam does."""
-        # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process has
-        # the moments of some parameters.
-        if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
-            return False
-        groups, states, vector = self._groups, self.optimizer.state, self._vector
-        return all(
-            "exp_avg_sq" in states.get(p, {})
-            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore has moments of projected gradients
-            and groups[id(p)].keys() >= {"betas", "eps"}
-            and ("step" in states[p] or "step" in groups[id(p)])
-            for p, shape, moves in zip(vector.parameters, vector.shapes, self._moving, strict=True)
-            if moves
-        )
 
     def learning_rate(self) -> float:
         """Return the largest learning rate."""

@@ -199,12 +199,9 @@ class Training:
         """Return the facts that must be equal on all processes of a training."""
         keeper = self.keeper
         # The repr of a function contains an address, which differs between processes.
-        given = {
-            "method": getattr(keeper.method, "__name__", keeper.method),
-            "microbatch": keeper._microbatch,
-        }
-        given |= {"on": keeper.on, "look": keeper.look, "project": keeper.project}
-        facts: dict[str, Any] = {f"option {name}": repr(value) for name, value in given.items()}
+        given = {name: getattr(keeper, name) for name in ("on", "look", "project", "method", "_microbatch")}
+        given["method"] = getattr(keeper.method, "__name__", keeper.method)
+        facts: dict[str, Any] = {f"option {name.strip('_')}": repr(one) for name, one in given.items()}
         facts["names of sets"] = [kept.name for kept in sets]
         facts["promises"] = [kept.promise.numbers() for kept in sets]
         return facts | self.rows.vector.signature()
