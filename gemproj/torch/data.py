@@ -72,11 +72,16 @@ def read(
 
 def _sampled(chunks: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
     """Return `limit` examples, one by one, each with the same probability."""
+
+    def draw(n: int) -> int:
+        return int(torch.randint(n, (), generator=random, device="cpu"))
+
     kept: list[Any] = []
     for seen, (chunk, k) in enumerate((some, k) for some in chunks for k in range(count(some))):
-        slot = seen if seen < limit else int(torch.randint(seen + 1, (), generator=random, device="cpu"))
-        if slot < limit:
-            kept[slot : slot + 1] = [owned(take(chunk, [k]))]
+        if seen < limit:
+            kept.append(owned(take(chunk, [k])))
+        elif draw(seen + 1) < limit:
+            kept[draw(limit)] = owned(take(chunk, [k]))
     return kept
 
 
