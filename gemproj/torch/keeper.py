@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import types
 from collections.abc import Hashable, Mapping, Sequence
@@ -167,9 +166,7 @@ class KeeperBase:
             if hold_out:
                 kept = _divided(kept, hold_out, self._random)
             if known is not None:
-                whole = copy.copy(known)
-                whole.add(kept)
-                kept = whole
+                kept = known.joined(kept)
         except BaseException:
             self._random.set_state(before)
             raise

@@ -379,7 +379,11 @@ class ProjectedStep:
             if h is None or "infeasible" not in str(error):
                 raise
             # No step of any length takes all losses to their bounds: none may rise then.
-            self._warn_of_contradiction(rows)
+            above = [repr(name) for name, more in zip(rows.names, h.tolist(), strict=True) if more > 0]
+            warn(
+                f"Not all losses above their bounds ({', '.join(above[:5])}) can fall in one step, "
+                "because their gradients oppose each other. This step raises none of them."
+            )
             sol = solve(measured, replace(options, h=namespace(h).minimum(h, 0.0 * h)), start)
         warn_if_missed(sol)
         training.warm[kind] = list(rows.names), sol.multipliers
@@ -449,9 +453,7 @@ class ProjectedStep:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.norm = total_norm(parameters)
         clip_grads_with_norm_(parameters, most, self.norm)
-        # The same factor as in torch. After an overflow no step is taken, but a margin must not be NaN.
-        factor: Any = most / (self.norm + 1e-6)
-        self._clipped = factor.clamp(max=1.0).nan_to_num(1.0)
+        self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0)  # the factor of torch
 
     def _check_finite(self, rows: Rows) -> None:
         """Raise on all processes unless gradient and rows are finite; on a device, that would synchronise."""
@@ -486,14 +488,6 @@ class ProjectedStep:
             return ""
         named = ", row ".join(f"{k} is of {name!r}" for k, name in enumerate(names[:20]))
         return f" Row {named}.{' h comes from their tolerances.' if held else ''}"
-
-    def _warn_of_contradiction(self, rows: Rows) -> None:
-        excess = self._training.terms.excess(rows)
-        above = [name for name, more in zip(rows.names, excess.tolist(), strict=True) if more > 0]
-        warn(
-            f"Not all losses above their bounds ({', '.join(map(repr, above[:5]))}) can fall in one step, "
-            "because their gradients oppose each other. This step raises none of them."
-        )
 
 
 def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]) -> Problem:
