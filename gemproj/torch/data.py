@@ -336,7 +336,7 @@ def join(parts: Sequence[Any]) -> Any:
     """Concatenate examples in one form; raise if they differ in form, structure, shape or dtype."""
     first = parts[0]
     if all(isinstance(part, PerExample) for part in parts):
-        return PerExample(itertools.chain(*parts))
+        return concatenated(parts)
     kinds = [None if isinstance(part, PerExample) else _kind(part) for part in parts]
     other = next((k for k, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
@@ -350,11 +350,20 @@ def join(parts: Sequence[Any]) -> Any:
             "examples that differ in length pass the loader itself, whose collate_fn pads them, or a data "
             "set or list of examples with collate=: they are then kept unchanged."
         )
+    return first if len(parts) == 1 else concatenated(parts)
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Concatenate examples in one form, which are alike up to their shapes."""
+    if isinstance(parts[0], PerExample):
+        return PerExample(itertools.chain(*parts))
 
     def joined(*leaves: Tensor) -> Tensor:
+        if any(leaf.dtype != leaves[0].dtype for leaf in leaves):
+            raise ValueError("examples differ in dtype")
         return torch.cat([leaf.to(leaves[0].device) for leaf in leaves])
 
-    return first if len(parts) == 1 else tree_map(joined, *parts)
+    return tree_map(joined, *parts)
 
 
 def _kind(batch: Batch) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
-from gemproj.torch.data import join, leaves_of, moved, owned, take
+from gemproj.torch.data import concatenated, leaves_of, moved, owned, take
 from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 
@@ -156,11 +156,11 @@ def _share(G: Any, model: nn.Module, draws: Sequence[Draw], plan: Plan) -> float
 def _joined(G: Any, draws: Sequence[Draw]) -> tuple[Any, Any]:
     """Return the examples of all draws as one batch, and their stored outputs."""
     first, device, outputs = draws[0].kept, G.vector.device, None
-    batch = join([take(draw.kept.examples, draw.at) for draw in draws])
+    batch = concatenated([take(draw.kept.examples, draw.at) for draw in draws])
     if first.collate is not None:
         batch = first.collate(list(owned(batch)))
     if first.outputs is not None:
-        outputs = moved(join([take(draw.kept.outputs, draw.at) for draw in draws]), device)
+        outputs = moved(concatenated([take(draw.kept.outputs, draw.at) for draw in draws]), device)
     return moved(batch, device), outputs
 
 
