@@ -170,8 +170,8 @@ def what_is_not_finite_on_one_process():
     model, optimizer, keeper = start(loss, "shards", on="step", make=lambda p: torch.optim.Adam(p, eps=0.0))
     keeper.keep([share(task(0, 6))])
     loss(model, share(task(5, 6))).backward()
-    keeper._look(keeper._steps[0])
-    keeper._looks, keeper.look = 1, 2  # these rows stay for one more step
+    keeper._training.look(keeper._steps[0])
+    keeper._training._looks, keeper.look = 1, 2  # these rows stay for one more step
     if odd:
         local(model[0].weight.grad)[0] = 0.0
         keeper.rows.G.zero_()

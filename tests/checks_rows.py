@@ -96,7 +96,7 @@ def rows_are_those_of_one_process():
             assert (
                 group is None
                 or "loss" not in options
-                or keeper._joint.reason is None
+                or keeper._training.joint.reason is None
                 or options["microbatch"]
             )
 

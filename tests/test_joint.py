@@ -1,7 +1,5 @@
 """Rows of G that share a pass: those of a pass each, or a reason why not."""
 
-import threading
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -71,8 +69,8 @@ class Passes:
     def __call__(self, sets, **options):
         calls = []
         handle = self.model.register_forward_hook(lambda *_: calls.append(1))
-        draws = [Draw(kept, list(range(len(kept))), self.loss) for kept in sets]
-        self.rows.fill(self.model, draws, joint=self.joint, **options)
+        draws = [Draw(kept, list(range(len(kept))), self.loss, k) for k, kept in enumerate(sets)]
+        self.rows.fill(self.model, draws, range(len(draws)), joint=self.joint, **options)
         handle.remove()
         return len(calls)
 
@@ -309,7 +307,7 @@ def test_a_new_set_is_compared_again():
     for way in ("layers", "vmap"):
         for _ in range(2):
             take(model, optimizer, task(5))
-            (plan,) = keeper._joint._plans.values()
+            (plan,) = keeper._training.joint._plans.values()
             assert plan.way.__name__ == f"_by_{way}"
         keeper.keep([examples(1.0)], name=3)
 
@@ -344,24 +342,3 @@ def test_longer_examples_share_smaller_passes(monkeypatch):
     joint(short)
     assert joint(short) < joint(long) <= alone(long)
     torch.testing.assert_close(joint.rows.G, alone.rows.G)
-
-
-def test_other_threads_may_compute_with_the_model():
-    model, sets = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double(), vectors(6)
-    x, ended, wrong = torch.randn(12, 6).double(), threading.Event(), []  # as many as in a pass of all rows
-    expected = model(x).detach()
-
-    def evaluate():
-        while not ended.is_set():
-            with torch.no_grad():
-                wrong.extend([1] * (not torch.equal(model(x), expected)))
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    try:
-        for _ in range(30):
-            assert Passes(model)(sets)
-    finally:
-        ended.set()
-        thread.join()
-    assert not wrong

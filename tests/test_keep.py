@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import linecache
 import warnings
 from types import SimpleNamespace
 
@@ -172,7 +173,7 @@ SHAPE = "one number for each of these 12, .*found {}.*logits.*tokens"
         (lambda model, batch: loss(model, batch["x"]), TypeError, "indices"),
         (lambda model, batch: loss(model, batch).detach(), ValueError, r"has no gradient: .*detach\(\)"),
         (torch.no_grad()(loss), ValueError, r"has no gradient: .*torch.no_grad\(\)"),
-        (without_loss, ValueError, r"\(\*\*batch\).loss is None; found a batch with x. .*if the batch has labels"),
+        (without_loss, ValueError, r"has no loss: SimpleNamespace, for a batch with x. .*if the batch has labels"),
         (logits, ValueError, SHAPE.format(r"\(12, 3\)")),
         (tokens, ValueError, SHAPE.format(r"\(24,\)")),
         (lambda model, batch: EACH(model, batch)[:, None], ValueError, SHAPE.format(r"\(12, 1\)")),
@@ -292,6 +293,26 @@ def test_a_run_that_keeps_nothing_and_moving_statistics_are_told():
     keeper = Keeper(model, optimizer, loss)
     keeper.keep([task(1)])
     take(model, optimizer, task(2))
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_warnings_point_at_the_line_of_the_user(closure):
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    Keeper(model, optimizer)
+
+    def evaluate():
+        loss(model, task(0)).backward()
+
+    with pytest.warns(UserWarning, match="protects nothing") as told:
+        optimizer.step(evaluate if closure else None)
+    more, state = begin(loss)[2], begin(loss)[2].state_dict()
+    more.keep([task(1)], name="a")
+    with pytest.warns(UserWarning, match="are dropped") as dropped:
+        more.load_state_dict(state)
+    for one, line in ((told, "optimizer.step("), (dropped, "more.load_state_dict(")):
+        assert one[0].filename == __file__
+        assert line in linecache.getline(__file__, one[0].lineno)
 
 
 def test_a_report_has_what_can_be_measured_from_outside():

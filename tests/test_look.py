@@ -159,12 +159,12 @@ def test_rows_of_some_sets_are_those_of_all_sets_also_in_a_shared_pass():
             p.add_(0.1)
     names, inner = list(keeper.rows.names), every.model
     draws = keeper_draws(keeper)
-    keeper.rows.fill(inner, draws, names, joint=keeper._joint)
+    keeper.rows.fill(inner, draws, names, joint=keeper._training.joint)
     expected, losses = keeper.rows.G.clone(), keeper.rows.losses
     keeper.rows.G.copy_(before)
     keeper.rows.ages = [5] * 4
     some = [draws[k] for k in (0, 1, 3)]
-    keeper.rows.fill(inner, some, names, joint=keeper._joint)
+    keeper.rows.fill(inner, some, names, joint=keeper._training.joint)
     torch.testing.assert_close(keeper.rows.G[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-12, atol=1e-15)
     assert torch.equal(keeper.rows.G[2], before[2])
     torch.testing.assert_close(keeper.rows.losses[[0, 1, 3]], losses[[0, 1, 3]])
@@ -282,7 +282,6 @@ def _two(rank, world, folder):
             loss(whole, tuple(leaf[mine] for leaf in rival(task(100 + step, 16)))).backward()
             optimizer.step()
             lines = keeper.history.lines
-            keeper._commit()
             keeper.history.count()
             looks.append([lines[name].looks for name in ("a", "b")])
         found.append((looks, flat(model)))

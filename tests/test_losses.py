@@ -201,7 +201,7 @@ def first_labels(batch):
         (lambda: Distillation(labels=CrossEntropy())(CAUSAL, BATCH, BEFORE), r"causal language model.* CrossEntropy\(shift=True\)"),
         (lambda: Distillation().outputs(SEVERAL, {}), "classes that exclude each other"),
         (lambda: Distillation().outputs(Model(logits=BEFORE[None]), {}), "classes that exclude each other"),
-        (lambda: Distillation().outputs(Model(), {}), r"model\(\*\*batch\) has no logits; found Model"),
+        (lambda: Distillation().outputs(Model(), {}), r"model\(\*\*batch\) has no logits: Model"),
     ],
 )  # fmt: skip
 def test_what_losses_refuse(call, text):

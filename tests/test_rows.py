@@ -262,11 +262,11 @@ def test_masks_of_hooks_on_parameters_hold_under_a_weight():
     for seed in range(3):
         keeper.keep([task(seed)])
     take(model, optimizer, rival(task(1)))
-    assert keeper._joint.reason is None
+    assert keeper._training.joint.reason is None
     weight, mask = model[0].weight, (torch.arange(8) > 2)[:, None]
     before = weight.detach().clone()
     weight.register_hook(lambda gradient: gradient * mask)
     for _ in range(3):
         take(model, optimizer, rival(task(1)))
-    assert "hooks" in keeper._joint.reason
+    assert "hooks" in keeper._training.joint.reason
     assert torch.equal(weight != before, mask.expand(8, 6))

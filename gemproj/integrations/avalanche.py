@@ -81,7 +81,6 @@ class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # 
         name = strategy.clock.train_exp_counter if self._name is None else self._name
         # As a batch, because a plugin is pickled, and a collate function may not be.
         self.keep([list(patterns.collate_fn([patterns[i] for i in drawn]))], name=name)
-        self._commit()
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -136,7 +136,6 @@ class KeeperCallback(CallbackBase, Callback):
 
     def on_train_end(self, *args: Any) -> None:
         """Detach from the optimizer."""
-        self._commit()
         self.remove()
 
     on_exception = on_train_end

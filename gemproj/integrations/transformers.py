@@ -191,7 +191,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach from the optimizer."""
-        self._commit()
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:

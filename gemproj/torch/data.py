@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from gemproj.torch._warn import warn
 
 Batch = Any  # a nesting of tensors (n, ...), or the result of a collate function
 Collate = Callable[[list[Any]], Batch]
@@ -71,23 +72,17 @@ def read(
 
 def _sampled(chunks: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
     """Return `limit` examples, one by one, each with the same probability."""
+
+    def draw(n: int) -> int:
+        return int(torch.randint(n, (), generator=random, device="cpu"))
+
     kept: list[Any] = []
-    seen = 0
-    for chunk in chunks:
-        for k in range(count(chunk)):
-            seen += 1
-            slot = len(kept)
-            if slot == limit:
-                slot = _draw(seen, random)
-                if slot >= limit:
-                    continue
-                slot = _draw(limit, random)
-            kept[slot : slot + 1] = [owned(take(chunk, [k]))]
+    for seen, (chunk, k) in enumerate((some, k) for some in chunks for k in range(count(some))):
+        if seen < limit:
+            kept.append(owned(take(chunk, [k])))
+        elif draw(seen + 1) < limit:
+            kept[draw(limit)] = owned(take(chunk, [k]))
     return kept
-
-
-def _draw(n: int, random: torch.Generator) -> int:
-    return int(torch.randint(n, (), generator=random, device="cpu"))
 
 
 def _chunks(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
@@ -144,27 +139,21 @@ def _apart(loader: Any) -> Any:
 
 def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
     """Read a data set with torch's `default_collate`: collate now if tensors result, otherwise at draws."""
-    lists = _lists(data)
-    first = next(lists, None)
+    first = next(lists := _lists(data), None)
     if first is None:
         return lists, None
     lists = itertools.chain([first], lists)
     try:
-        tensors_of(_collated(first))
-    except TypeError:  # raised for text, for example
-        return lists, default_collate
-    return map(_collated, lists), None
-
-
-def _collated(examples: list[Any]) -> Any:
-    try:
-        return default_collate(examples)
-    except (RuntimeError, TypeError, KeyError) as error:
+        tensors_of(default_collate(first))
+    except (RuntimeError, KeyError) as error:
         raise ValueError(
             "torch's default_collate cannot make a batch of the examples of the data set. Pass collate=, a "
             "function of a list of examples, such as the data collator of training; or a DataLoader "
             "with such a function."
         ) from error
+    except TypeError:  # raised for text, for example
+        return lists, default_collate
+    return map(default_collate, lists), None
 
 
 def _lists(data: Any) -> Iterator[PerExample]:
@@ -190,14 +179,13 @@ def _ending(chunks: Iterator[Any], data: Any, limit: int | None) -> Iterator[Any
         if limit is not None and read >= _MOST_FOR_ONE * limit:
             return
         if time.monotonic() - start > _PATIENCE:
-            start = float("inf")
+            start = float("inf")  # said once
             end = (
                 f"ends after {_MOST_FOR_ONE * limit:,} of them" if limit else "without limit= keeps them all"
             )
-            warnings.warn(
+            warn(
                 f"keep is still reading: data has no length, and {read:,} examples were read so far. This "
-                f"{end}. Pass itertools.islice(data, n) for a shorter part.",
-                stacklevel=2,
+                f"{end}. Pass itertools.islice(data, n) for a shorter part."
             )
 
 
@@ -348,7 +336,7 @@ def join(parts: Sequence[Any]) -> Any:
     """Concatenate examples in one form; raise if they differ in form, structure, shape or dtype."""
     first = parts[0]
     if all(isinstance(part, PerExample) for part in parts):
-        return PerExample(itertools.chain(*parts))
+        return concatenated(parts)
     kinds = [None if isinstance(part, PerExample) else _kind(part) for part in parts]
     other = next((k for k, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
@@ -362,11 +350,20 @@ def join(parts: Sequence[Any]) -> Any:
             "examples that differ in length pass the loader itself, whose collate_fn pads them, or a data "
             "set or list of examples with collate=: they are then kept unchanged."
         )
+    return first if len(parts) == 1 else concatenated(parts)
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Concatenate examples in one form, which are alike up to their shapes."""
+    if isinstance(parts[0], PerExample):
+        return PerExample(itertools.chain(*parts))
 
     def joined(*leaves: Tensor) -> Tensor:
+        if any(leaf.dtype != leaves[0].dtype for leaf in leaves):
+            raise ValueError("examples differ in dtype")
         return torch.cat([leaf.to(leaves[0].device) for leaf in leaves])
 
-    return first if len(parts) == 1 else tree_map(joined, *parts)
+    return tree_map(joined, *parts)
 
 
 def _kind(batch: Batch) -> str:

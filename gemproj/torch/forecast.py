@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gemproj.torch.rows import Rows
-from gemproj.torch.vector import Buffer
 
 # A row is computed again after so many steps at the latest.
 _MOST_STEPS = 64
@@ -53,14 +52,14 @@ class Forecast:
         """Return the state for copying and pickling."""
         return self.__dict__ | {"_copied": None}
 
-    def due(self, rows: Rows, before: Buffer, terms: Any, whole: bool) -> list[bool]:
+    def due(self, rows: Rows, terms: Any, whole: bool) -> list[bool]:
         """Return which rows are computed again in a step that begins, and update the losses of all rows.
 
-        A row is computed again if its loss may pass the bound in this step. `before` holds the parameters
-        at the beginning of the last projected step. All rows are due if any process says `whole`.
+        A row is computed again if its loss may pass the bound in this step. All rows are due if any process
+        says `whole`.
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
-        square, products = rows.products(rows.vector.read_step(before))
+        square, products = rows.products(rows.vector.read_step(rows.vector.before))
         _, way, safety, rise, since, steps = self.known
         steps += 1
         self._rise, self._since = rise - products, since + square.sqrt()

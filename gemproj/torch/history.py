@@ -23,6 +23,12 @@ _MOST_POINTS = 1000
 # entries of their Gram matrices.
 _MOST_PENDING, _MOST_ENTRIES = 50, 1 << 17
 
+# Sums over the steps since the last log, and the worst values.
+_WORST = {"keep/worst_cosine": math.inf, "keep/excess": -math.inf}
+_NOTHING = _WORST | dict.fromkeys(
+    ("steps", "keep/violations", "keep/active", "keep/cosine", "keep/seconds"), 0.0
+)
+
 _as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # device results already are tensors
 
 
@@ -39,11 +45,11 @@ class Projection:
     excess : Tensor or None
         Excess of each loss over its bound at the beginning of the step, shape (t,), float64; NaN for a
         promise without a tolerance. None if no promise has a tolerance.
-    cosines : Tensor, shape (t,), float64
-        Cosine between the applied step and each row, measured on the parameters. A negative cosine means that
-        the step raises the loss of this row, to first order.
-    noise : Tensor, scalar
-        Rounding of the parameters as a cosine.
+    square, products, norms : Tensor
+        Squared norm of the applied step, measured on the parameters, its products with the rows, and the
+        norms of the rows.
+    rounding, eps : Tensor, float
+        Norm of the rounding errors of the parameters, and relative rounding error of the rows.
     ages : list of int
         Steps since each row was computed. In between, losses are forecast.
     seconds : float
@@ -56,8 +62,11 @@ class Projection:
     losses: Tensor
     stored: Tensor
     excess: Tensor | None
-    cosines: Tensor
-    noise: Any
+    square: Tensor
+    products: Tensor
+    norms: Tensor
+    rounding: Tensor
+    eps: float
     ages: Sequence[int]
     seconds: float
     costs: Sequence[float]
@@ -85,6 +94,33 @@ class Projection:
     def step(self) -> DualSolution | None:
         """Multipliers and certificates of the projected step; None with ``on="gradient"``."""
         return None if self._step is None else self._step.to(_as_tensor)
+
+    def with_part(self, part: Projection) -> Projection:
+        """Return these statistics with those of another optimizer's part of the same step."""
+        return replace(
+            part,
+            losses=self.losses,
+            excess=self.excess,
+            square=self.square + part.square,
+            products=self.products + part.products,
+            ages=self.ages,
+            seconds=self.seconds + part.seconds,
+            costs=self.costs,
+        )
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        """Cosine between the applied step and each row, shape (t,).
+
+        A negative cosine means that the step raises the loss of this row, to first order.
+        """
+        sizes = self.norms * self.square.sqrt()
+        return torch.where(sizes > 0, self.products / sizes, 0.0)
+
+    @property
+    def noise(self) -> Tensor:
+        """Rounding of the parameters as a cosine."""
+        return 16 * self.eps + self.rounding / self.square.sqrt().clamp(min=1e-30)
 
     @property
     def age(self) -> int:
@@ -189,24 +225,21 @@ class History:
         self.lines: dict[Any, Line] = {}
         self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
         self._steps, self._every = 0, 1
-        self._pending: list[Projection] = []  # steps that have not been counted yet
-        self._numbers: list[int] = []  # and their numbers
-        self._excess: float
-        self._worst: float
-        self._sums: dict[str, float]
-        self._forget_means()
+        self._pending: list[tuple[int, Projection]] = []  # numbers and steps that have not been counted yet
+        self._since = dict(_NOTHING)
 
-    def add(self, step: Projection) -> None:
-        """Add the statistics of a step."""
+    def add(self, step: Projection, part: Projection | None = None) -> None:
+        """Add the statistics of a step, in place of those of a part of it if they were the last ones."""
         if step._first is None:
             return
-        if self._pending and _kind(step) != _kind(self._pending[0]):
+        if part is not None and self._pending and self._pending[-1][1] is part:
+            self._pending[-1] = self._pending[-1][0], step
+            return
+        most = min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
+        if self._pending and (len(self._pending) >= most or _kind(step) != _kind(self._pending[0][1])):
             self.count()
-        self._pending.append(step)
-        self._numbers.append(self._steps)
+        self._pending.append((self._steps, step))
         self._steps += 1
-        if len(self._pending) >= min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2):
-            self.count()
 
     def wait(self, names: Iterable[Any]) -> None:
         """Count a step under these promises in which nothing was computed."""
@@ -224,14 +257,10 @@ class History:
             with a tolerance ``keep/excess``, the largest excess over a bound. Empty if no step counts.
         """
         self.count()
-        n, sums = self._logged, self._sums
-        found = {name: float(value) / n for name, value in sums.items()} if n else {}
-        if n:
-            found["keep/worst_cosine"] = self._worst
-        if n and not math.isnan(self._excess):
-            found["keep/excess"] = self._excess
-        self._forget_means()
-        return found
+        since, self._since = self._since, dict(_NOTHING)
+        n = since.pop("steps")
+        worst = {name: value for name in _WORST if math.isfinite(value := since.pop(name))}
+        return {name: value / n for name, value in since.items()} | worst if n else {}
 
     def close(self, name: Any) -> None:
         """Rename the statistics of a set, because its name now means other examples or another promise."""
@@ -268,10 +297,10 @@ class History:
 
     def count(self) -> None:
         """Add the pending steps to the totals; they are about the same rows."""
-        pending, self._pending = self._pending, []
-        numbers, self._numbers = self._numbers, []
-        if not pending:
+        if not self._pending:
             return
+        numbers, pending = zip(*self._pending, strict=True)
+        self._pending = []
         sol = _batch([step._first for step in pending])
         violated, active, lam = (to_numpy(a) for a in (sol.violated, sol.active, sol.multipliers))
         cosines, losses, stored = (
@@ -282,17 +311,15 @@ class History:
         excess = np.full_like(losses, math.nan)
         if pending[0].excess is not None:
             excess = np.stack([to_numpy(step.excess) for step in pending])
-            self._excess = float(np.fmax(self._excess, np.nanmax(excess, initial=-math.inf)))
         broken = np.where(np.isnan(excess), cosines < -noise, excess > _LOSSES * (1.0 + np.abs(losses)))
-        self._logged += len(pending)
-        self._worst = min(self._worst, float(cosines.min()))
-        sums = {
-            "keep/violations": violated.sum(),
-            "keep/active": active.sum(),
-            "keep/cosine": to_numpy(sol.cosine()).sum(),
-            "keep/seconds": sum(step.seconds for step in pending),
-        }
-        self._sums = {name: self._sums[name] + float(value) for name, value in sums.items()}
+        since = self._since
+        since["steps"] += len(pending)
+        since["keep/violations"] += float(violated.sum())
+        since["keep/active"] += float(active.sum())
+        since["keep/cosine"] += float(to_numpy(sol.cosine()).sum())
+        since["keep/seconds"] += sum(step.seconds for step in pending)
+        since["keep/worst_cosine"] = min(since["keep/worst_cosine"], float(cosines.min()))
+        since["keep/excess"] = max(since["keep/excess"], float(np.nanmax(excess, initial=-math.inf)))
         for k, name in enumerate(pending[0].names):
             line = self.lines.setdefault(name, Line(name))
             line.stored = float(stored[-1, k])
@@ -311,10 +338,6 @@ class History:
                 self._points.append((number, dict(zip(step.names, map(tuple, pairs), strict=True))))
             if len(self._points) > _MOST_POINTS:
                 self._points, self._every = self._points[::2], 2 * self._every
-
-    def _forget_means(self) -> None:
-        self._logged, self._worst, self._excess = 0, math.inf, math.nan
-        self._sums = dict.fromkeys(("keep/violations", "keep/active", "keep/cosine", "keep/seconds"), 0.0)
 
 
 # Relative excess of a loss that is a rounding error.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
-from gemproj.torch.data import join, leaves_of, moved, owned, take
+from gemproj.torch.data import concatenated, leaves_of, moved, owned, take
 from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 
@@ -97,7 +96,7 @@ class SharedPasses:
         if count[0] > of_row:
             self.reason = f"a row has {n} examples, {count[0] / 2**20:.3g} MiB"
             return Plan(None)
-        reasons, entries = [], _entries(_joined(G, draws[:1])[0])
+        reasons, entries = [], sum(leaf.numel() for leaf in _tensors(_joined(G, draws[:1])[0]))
         # With vmap, the gradients of a pass are in memory twice.
         for way, more in ((_by_layers, 1), (_by_vmap, G.vector.d * G.G.element_size())):
             some = draws[: min(of_pass // (count[0] + more), most // n)]
@@ -142,25 +141,26 @@ def _share(G: Any, model: nn.Module, draws: Sequence[Draw], plan: Plan) -> float
     if len(draws) < 2:
         return 0.0  # left for a pass of its own
     batch, outputs = _joined(G, draws)
-    if _entries(batch) > 1.5 * plan.entries:  # examples are longer than when the plan was made
+    tensors = _tensors(batch)
+    if sum(leaf.numel() for leaf in tensors) > 1.5 * plan.entries:  # longer than when the plan was made
         half = len(draws) // 2
         return max(_share(G, model, some, plan) for some in (draws[:half], draws[half:]))
     if any(p._backward_hooks for p in G.vector.parameters):
         raise RowByRow("parameters have hooks, which change each gradient")
-    assert plan.way is not None
-    if any(leaf.shape[:1] != (len(draws) * len(draws[0].at),) for leaf in _tensors(batch)):
+    if any(leaf.shape[:1] != (len(draws) * len(draws[0].at),) for leaf in tensors):
         raise RowByRow("the first dimension of a batch does not count examples, as in packed texts")
+    assert plan.way is not None
     return plan.way(G, model, draws, batch, outputs)
 
 
 def _joined(G: Any, draws: Sequence[Draw]) -> tuple[Any, Any]:
     """Return the examples of all draws as one batch, and their stored outputs."""
     first, device, outputs = draws[0].kept, G.vector.device, None
-    batch = join([take(draw.kept.examples, draw.at) for draw in draws])
+    batch = concatenated([take(draw.kept.examples, draw.at) for draw in draws])
     if first.collate is not None:
         batch = first.collate(list(owned(batch)))
     if first.outputs is not None:
-        outputs = moved(join([take(draw.kept.outputs, draw.at) for draw in draws]), device)
+        outputs = moved(concatenated([take(draw.kept.outputs, draw.at) for draw in draws]), device)
     return moved(batch, device), outputs
 
 
@@ -223,10 +223,6 @@ def _tensors(batch: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
 
 
-def _entries(batch: Any) -> int:
-    return sum(leaf.numel() for leaf in _tensors(batch))
-
-
 @contextmanager
 def _counted_activations(model: nn.Module) -> Iterator[list[int]]:
     """Count the bytes of all tensors except parameters that are saved for backward passes."""
@@ -287,8 +283,6 @@ class Recorder:
             raise RowByRow("a parameter is used outside of the layer that owns it")
 
     def _recorded(self, layer: Any, own: Mapping[str, Tensor], rule: Rule) -> Callable[..., Tensor]:
-        forward, thread = layer.forward, get_ident()
-        # The layer itself is not changed, because other threads may compute with it.
         constant = _with(layer, {name: p.detach() for name, p in own.items()})
 
         def add(x: Tensor, gradient: Tensor) -> None:
@@ -298,9 +292,6 @@ class Recorder:
                 self.reached.add(id(p))
 
         def recorded(*args: Any, **kwargs: Any) -> Tensor:
-            # Other threads compute as usual, except threads of autograd, which recompute checkpoints.
-            if get_ident() != thread and torch._C._current_graph_task_id() < 0:
-                return forward(*args, **kwargs)
             x = args[0] if args else None
             if rule is _embedding and isinstance(x, Tensor) and len(x) == 1:  # position ids for all examples
                 x = x.expand(self._examples, *x.shape[1:])
@@ -344,26 +335,22 @@ def _rule(layer: Any) -> Rule | None:
         return _embedding if plain else None
     if kind is nn.LayerNorm or (kind.__name__.endswith("RMSNorm") and list(layer._parameters) == ["weight"]):
         return _scaling
-    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        return _transposed
-    return _linear if kind is nn.Linear else None
+    transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return _linear if transposed or kind is nn.Linear else None
 
 
 def _linear(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
+    """Add the gradients of a linear layer, of which that of transformers stores its weight transposed."""
     gradient = gradient.reshape(len(into), -1, gradient.shape[-1])
     if name == "bias":
         _add(gradient.sum(1), into, fresh)
         return
     left, right = gradient.mT, x.reshape(len(into), -1, x.shape[-1]).to(gradient.dtype)  # for autocast
+    into = into if type(layer) is nn.Linear else into.mT
     if into.dtype == left.dtype:
         into.baddbmm_(left, right, beta=0.0 if fresh else 1.0)
     else:
         _add(left @ right, into, fresh)
-
-
-def _transposed(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
-    """Add the gradients of a linear layer that stores its weight transposed."""
-    _linear(layer, name, x, gradient, into if name == "bias" else into.mT, fresh)
 
 
 def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gemproj._arrays import wide_dtype
-from gemproj.torch.data import Collate, PerExample, count, join, leaves_of, moved, take
+from gemproj.torch._warn import warn
+from gemproj.torch.data import PerExample, join, leaves_of, moved, take
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet
-from gemproj.torch.promise import Loss, Promise, call_loss, explained
+from gemproj.torch.promise import Loss, call_loss, explained
 from gemproj.torch.rows import evaluating, passes, reshard
 from gemproj.torch.vector import ParameterVector
 
@@ -28,17 +28,10 @@ _NO_LABEL = (
 )
 
 
-def examined(
-    model: torch.nn.Module,
-    vector: ParameterVector,
-    promise: Promise,
-    loss: Loss,
-    examples: Any,
-    collate: Collate | None,
-    name: Hashable,
-    microbatch: int | None = None,
-) -> KeptSet:
-    """Return a set of the examples with a label, with the outputs and losses of the model.
+def examine(
+    kept: KeptSet, model: torch.nn.Module, vector: ParameterVector, loss: Loss, microbatch: int | None = None
+) -> None:
+    """Store the outputs and losses of the model for a new set, and leave out examples without a label.
 
     The model is called with as many examples as in a step. `loss` is the loss of the promise as it is
     computed in training.
@@ -49,43 +42,36 @@ def examined(
         If no example has a label; if a loss is not finite, which names the examples by their numbers; if it
         has the wrong shape or no gradient; or if collation draws random numbers and something is stored.
     """
-    kept = KeptSet(name, promise, examples, collate, None, torch.zeros(count(examples), dtype=torch.float64))
+    promise = kept.promise
     topology, outputs = vector.topology, getattr(loss, "outputs", None)
     with topology.agreement({}), torch.random.fork_rng(devices=[]):  # a collate function may draw numbers
         numbers = _labelled(kept, loss)
         if outputs is not None or promise.allowed is not None:
             _check_collate(kept)
-    _, (most,) = topology.plan([len(kept)])
-    size = microbatch or promise.examples or most  # the same on all processes, which make as many passes
     found: list[Any] = []
-    values: list[tuple[Tensor, list[int], int]] = []
-    try:
-        with topology.passes(), evaluating(model, vector.device, topology.collective):
-            for at, weight in passes(list(range(len(kept))), size, most):
-                batch, _ = kept.fetch(at, vector.device)
-                stored = None
-                if outputs is not None:
-                    with torch.no_grad(), explained(model, batch):
-                        stored = _of_one(outputs(model, batch), len(at))
-                if stored is not None:  # None also with a teacher
-                    found.append(
-                        moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device)
-                    )
-                first = not values and not topology.collective
-                with torch.set_grad_enabled(first):
-                    value = call_loss(loss, model, batch, len(at), stored)
-                if first and not value.requires_grad:
-                    raise ValueError(
-                        "loss(model, batch) has no gradient: it does not depend on trainable parameters of "
-                        "the model, or runs under torch.no_grad() or detach()."
-                    )
-                value = value.detach().double().cpu()
-                if first:
-                    _warn_of_others(kept, at, value, loss, model, vector, stored)
-                values.append((value, at, weight))
-    finally:
-        if topology.collective:
-            reshard(model)
+
+    def look(at: list[int], weight: int, first: bool) -> Tensor:
+        """Store the outputs of the first `weight` examples, and return the losses of all."""
+        batch, _ = kept.fetch(at, vector.device)
+        stored = None
+        if outputs is not None:
+            with explained(model, batch):
+                stored = _of_one(outputs(model, batch), len(at))
+        if stored is not None:  # None also with a teacher
+            found.append(moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device))
+        first = first and not topology.collective
+        with torch.set_grad_enabled(first):
+            value = call_loss(loss, model, batch, len(at), stored)
+        if first and not value.requires_grad:
+            raise ValueError(
+                "loss(model, batch) has no gradient: it does not depend on trainable parameters of the "
+                "model, or runs under torch.no_grad() or detach()."
+            )
+        if first:
+            _warn_of_others(kept, at, value.detach(), loss, model, vector, stored)
+        return value
+
+    values = _each(model, vector, kept, microbatch, look)
     # After all passes, because only then can sharded processes report an error to each other.
     with topology.agreement({}):
         for value, at, weight in values:
@@ -100,8 +86,9 @@ def examined(
         _check_finite(kept, numbers, loss, model, vector)
         if found:
             kept.outputs = join(found)
-            _drop_empty(kept, numbers)
-    return kept
+        if isinstance(kept.outputs, PerExample):  # without a position that counts
+            full = [k for k, one in enumerate(kept.outputs) if any(leaf.numel() for leaf in tree_leaves(one))]
+            _leave_out(kept, full, numbers)
 
 
 def scored(
@@ -112,24 +99,38 @@ def scored(
     The unit is the example: the interval is that of the mean of differences from the losses when kept, by
     Student's distribution. On several processes, all of them must call this function.
     """
-    topology = vector.topology
-    _, (most,) = topology.plan([len(kept)])
-    size = microbatch or kept.promise.examples or most
-    losses, then = torch.zeros(len(kept), dtype=torch.float64), kept.losses
-    with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
-        for at, weight in passes(list(range(len(kept))), size, most):
-            batch, outputs = kept.fetch(at, vector.device)
-            value = call_loss(loss, model, batch, len(at), outputs).double().cpu()
-            losses[at[:weight]] = value[:weight] if value.ndim else value
-    if topology.collective:
-        reshard(model)
-    rise = losses - then
-    sums = torch.stack([torch.ones_like(rise).sum(), rise.sum(), rise.square().sum(), then.sum()])
+
+    def look(at: list[int], weight: int, first: bool) -> Tensor:
+        batch, outputs = kept.fetch(at, vector.device)
+        return call_loss(loss, model, batch, len(at), outputs)
+
+    losses, topology = torch.zeros_like(kept.losses), vector.topology
+    for value, at, weight in _each(model, vector, kept, microbatch, look):
+        losses[at[:weight]] = value[:weight] if value.ndim else value
+    rise = losses - kept.losses
+    sums = torch.stack([torch.ones_like(rise).sum(), rise.sum(), rise.square().sum(), kept.losses.sum()])
     total = topology.sum_shards if topology.collective else topology.sum_values
     n, first, second, before = total(sums.to(vector.device, wide_dtype(torch, vector.device))).tolist()
     mean, spread = first / n, max(second / n - (first / n) ** 2, 0.0)
     half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf
     return tuple(before / n + mean + way * half for way in (0.0, -1.0, 1.0))
+
+
+def _each(
+    model: torch.nn.Module, vector: ParameterVector, kept: KeptSet, microbatch: int | None, look: Any
+) -> list[tuple[Tensor, list[int], int]]:
+    """Call `look` with all examples, as many at a time as in a step; return losses, examples and weights."""
+    topology, found = vector.topology, list[tuple[Tensor, list[int], int]]()
+    _, (most,) = topology.plan([len(kept)])
+    size = microbatch or kept.promise.examples or most  # the same on all processes, which make as many passes
+    try:
+        with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
+            for at, weight in passes(list(range(len(kept))), size, most):
+                found.append((look(at, weight, not found).detach().double().cpu(), at, weight))
+    finally:
+        if topology.collective:
+            reshard(model)
+    return found
 
 
 def _student(freedom: float) -> float:
@@ -177,13 +178,6 @@ def _labelled(kept: KeptSet, loss: Loss) -> list[int]:
     return numbers
 
 
-def _drop_empty(kept: KeptSet, numbers: list[int]) -> None:
-    """Leave out examples whose stored outputs have no position that counts."""
-    if isinstance(kept.outputs, PerExample):
-        full = [k for k, one in enumerate(kept.outputs) if any(leaf.numel() for leaf in tree_leaves(one))]
-        _leave_out(kept, full, numbers)
-
-
 def _leave_out(kept: KeptSet, some: list[int], numbers: list[int]) -> None:
     """Keep only some of the examples, and say how many are left out; raise if none is left."""
     n = len(kept)
@@ -192,10 +186,9 @@ def _leave_out(kept: KeptSet, some: list[int], numbers: list[int]) -> None:
     if not some:
         raise ValueError(f"No example of {kept.name!r} has a label. {_NO_LABEL}")
     gone = [numbers[k] for k in sorted(set(range(n)) - set(some))]
-    warnings.warn(
+    warn(
         f"{len(gone)} of {n} examples of {kept.name!r} have no label and are left out: number "
-        f"{', '.join(map(str, gone[:10]))}{', ...' if len(gone) > 10 else ''}. {_NO_LABEL}",
-        stacklevel=5,
+        f"{', '.join(map(str, gone[:10]))}{', ...' if len(gone) > 10 else ''}. {_NO_LABEL}"
     )
     kept.examples, kept.losses = take(kept.examples, some), kept.losses[some]
     kept.outputs = None if kept.outputs is None else take(kept.outputs, some)
@@ -209,19 +202,14 @@ def _check_collate(kept: KeptSet) -> None:
     first, again = (
         [a for a in leaves_of(kept.fetch(some, None)[0]) if isinstance(a, Tensor)] for _ in range(2)
     )
-    if not all(map(_equal, first, again)):
+    with suppress(RuntimeError):  # of tensors that cannot be compared
+        if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True)):
+            return
         raise ValueError(
             f"The collate function makes a different batch of the same examples of {kept.name!r} each time, "
             "as masking at random does, so outputs and losses would be stored for other inputs than "
             "those of later steps. Pass batches, or a collate function without random numbers."
         )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors are equal, with NaN equal to NaN; True if they cannot be compared."""
-    with suppress(RuntimeError):
-        return torch.equal(a.nan_to_num(), b.nan_to_num())
-    return True
 
 
 def _check_finite(
@@ -255,18 +243,16 @@ def _warn_of_others(
     """Warn if the loss of an example depends on the other examples of its batch, which change."""
     if kept.promise.allowed is None or kept.promise.examples is None or among_more.ndim == 0 or len(at) < 3:
         return
-    few = at[:2]
-    batch = kept.fetch(few, vector.device)[0]
+    batch, two = kept.fetch(at[:2], vector.device)[0], range(2)
     with torch.no_grad():
-        alone = call_loss(loss, model, batch, 2, None if stored is None else take(stored, range(2)))
-    apart = float((alone.double().cpu() - among_more[:2]).abs().max())
+        alone = call_loss(loss, model, batch, 2, None if stored is None else take(stored, two))
+    apart = float((alone - among_more[:2]).abs().max())
     if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
-        warnings.warn(
+        warn(
             f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by "
             f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "
             "negatives from the same batch, and padding on the left without position ids. Pass microbatch=1, "
-            "or use all examples in every step: examples=None.",
-            stacklevel=5,
+            "or use all examples in every step: examples=None."
         )
 
 

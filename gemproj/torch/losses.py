@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,16 +39,12 @@ def _output_of(model: Any, batch: Batch, name: str) -> Any:
         )
     returned = model(**batch)
     found = getattr(returned, name, None)
-    if found is None and not hasattr(returned, name):
-        raise ValueError(
-            f"model(**batch) has no {name}; found {type(returned).__name__}. Pass {name}, a function of "
-            "model and batch."
-        )
     if found is None:
+        keys = ", ".join(map(str, batch))
         raise ValueError(
-            f"model(**batch).{name} is None; found a batch with {', '.join(map(str, batch))}. Models of "
-            f"transformers compute a loss if the batch has labels; or pass {name}, a function of model "
-            "and batch."
+            f"model(**batch) has no {name}: {type(returned).__name__}, for a batch with {keys}. "
+            f"Models of transformers compute a loss if the batch has labels; or pass {name}, a function of "
+            "model and batch."
         )
     return found
 
@@ -244,7 +240,12 @@ class Distillation:
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any = None) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
         if self._teacher is not None:
-            with _without_adapters(model):
+            if not hasattr(model, "disable_adapter"):
+                raise TypeError(
+                    "teacher='base' needs a model of peft, whose adapters can be off; found "
+                    f"{type(model).__name__}. Without a teacher, outputs are stored."
+                )
+            with model.disable_adapter():  # type: ignore[operator]
                 outputs = self._said(model, batch)
         logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
@@ -254,14 +255,13 @@ class Distillation:
         if mask is not None:
             outputs = _at_positions(outputs, mask, examples)
         if isinstance(outputs, Tensor):
-            if outputs.shape[-1] != now.shape[-1]:
-                _refuse_classes(str(outputs.shape[-1]), now)
+            _check_classes(outputs.shape[-1] == now.shape[-1], outputs.shape[-1], now)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
         else:
             values, classes = outputs
-            # On a device, reading a number would synchronise.
-            if classes.device.type == "cpu" and bool((classes >= now.shape[-1]).any()):
-                _refuse_classes(f"at least {int(classes.max()) + 1}", now)
+            if classes.device.type == "cpu" and classes.numel():  # on a device, this would synchronise
+                most = int(classes.max()) + 1
+                _check_classes(most <= now.shape[-1], f"at least {most}", now)
             before = _with_rest(values.to(now.dtype))
             now = _with_rest(now.gather(-1, classes.long()))
         # A class of probability zero contributes nothing, although its logarithm is infinite.
@@ -296,7 +296,8 @@ class Distillation:
         shape, field = logits.shape[:-1], self._mask
         examples = _examples_of(batch, shape)
         if field == _MASK and len(shape) > 1 and _has_encoder(model):
-            field = _labelled  # the attention mask is about the input, and the logits are about the output
+            # The attention mask is about the input, and the logits are about the output.
+            return _field_of(batch, "labels", "mask") != _IGNORED, examples
         # In a sequence classifier, the mask is per token, but the logits are per sequence.
         if field != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = _field_of(batch, field, "mask")
@@ -312,17 +313,6 @@ class Distillation:
         return torch.log_softmax(_widened(logits) / self._temperature, dim=-1)
 
 
-def _without_adapters(model: Any) -> Any:
-    """Return a context in which the adapters of a model of peft are off."""
-    off = getattr(model, "disable_adapter", None)
-    if off is None:
-        raise TypeError(
-            f"teacher='base' needs a model of peft, whose adapters can be off; found {type(model).__name__}. "
-            "Without a teacher, outputs are stored."
-        )
-    return off()
-
-
 def _predicts_next(model: Any) -> bool:
     """Return whether a model of transformers is a causal language model."""
     generates = getattr(model, "can_generate", None)
@@ -332,11 +322,6 @@ def _predicts_next(model: Any) -> bool:
 def _has_encoder(model: Any) -> bool:
     """Return whether a model of transformers is an encoder-decoder model."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-
-
-def _labelled(batch: Batch) -> Tensor:
-    """Return the mask of positions with a label."""
-    return _field_of(batch, "labels", "mask") != _IGNORED
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -349,13 +334,14 @@ def _check_logits(logits: Tensor) -> None:
         )
 
 
-def _refuse_classes(stored: str, now: Tensor) -> NoReturn:
-    """Raise an error: the stored outputs have other classes than the model."""
-    raise ValueError(
-        f"Outputs were stored for {stored} classes, and the model has {now.shape[-1]}. If classes were "
-        "added, pass logits=, a function that returns the logits of the old classes; a teacher must have "
-        "the same classes."
-    )
+def _check_classes(fits: bool, stored: Any, now: Tensor) -> None:
+    """Raise if the stored outputs have other classes than the model."""
+    if not fits:
+        raise ValueError(
+            f"Outputs were stored for {stored} classes, and the model has {now.shape[-1]}. If classes were "
+            "added, pass logits=, a function that returns the logits of the old classes; a teacher must have "
+            "the same classes."
+        )
 
 
 def _widened(logits: Tensor) -> Tensor:

@@ -31,6 +31,12 @@ class KeptSet:
         The loss of each example; for a loss that is a mean, the mean of the batch in which it was computed.
     adapter : str
         The adapters of peft that were active.
+    own : bool
+        Whether the promise is the set's own, not the keeper's.
+    queue : list of int
+        Indices of the examples that have not been drawn since all were.
+    held : KeptSet or None
+        The held-out examples, which are only scored.
     """
 
     name: Hashable
@@ -40,9 +46,9 @@ class KeptSet:
     outputs: Any
     losses: Tensor
     adapter: str = ""
-    own: bool = False  # whether the promise is the set's own, not the default one
-    queue: list[int] = field(default_factory=list)  # examples that have not been drawn yet
-    held: KeptSet | None = None  # examples that are only scored
+    own: bool = False
+    queue: list[int] = field(default_factory=list)
+    held: KeptSet | None = None
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -50,26 +56,21 @@ class KeptSet:
     def __repr__(self) -> str:
         return f"KeptSet({self.name!r}, {len(self)} examples, {self.promise!r})"
 
-    def add(self, more: KeptSet) -> None:
-        """Add the examples of another set; those at hand keep their outputs and losses."""
+    def joined(self, more: KeptSet) -> KeptSet:
+        """Return the set with more examples; those at hand keep their outputs and losses."""
         if (self.outputs is None) != (more.outputs is None):
             had = "without" if self.outputs is None else "with"
             raise ValueError(
                 f"The examples of {self.name!r} were kept {had} outputs of the model, and the loss of this "
                 "promise is another one. Use another name."
             )
-        examples = join([self.examples, more.examples])
-        outputs = None if self.outputs is None else join([self.outputs, more.outputs])
-        self.examples, self.outputs = examples, outputs
-        self.losses = torch.cat([self.losses, more.losses])
-        self.promise, self.own, self.queue = more.promise, more.own, []
-        self.collate, self.adapter = more.collate, more.adapter
-        if self.held is not None and more.held is not None:
-            held = replace(self.held)
-            held.add(more.held)
-            self.held = held
-        else:
-            self.held = self.held or more.held
+        return replace(
+            more,
+            examples=join([self.examples, more.examples]),
+            outputs=None if self.outputs is None else join([self.outputs, more.outputs]),
+            losses=torch.cat([self.losses, more.losses]),
+            held=self.held.joined(more.held) if self.held and more.held else self.held or more.held,
+        )
 
     def part(self, at: list[int]) -> KeptSet:
         """Return a set of some of the examples."""

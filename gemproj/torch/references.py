@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gemproj._checks import check_count, check_number
 
@@ -60,7 +57,7 @@ def write_references(
     cache : path, optional
         Folder in which texts are looked up and stored, by model, tokenizer and settings.
     progress : bool, default True
-        Whether to show a progress bar, if tqdm is installed.
+        Whether to show a progress bar.
 
     Returns
     -------
@@ -77,132 +74,98 @@ def write_references(
     check_number(temperature, "temperature", 0.0, strict=True)
     if not callable(getattr(model, "generate", None)):
         raise TypeError(f"model must have a method generate; found {type(model).__name__}.")
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # which transformers needs
+
     settings = {"n": n, "tokens": tokens, "temperature": temperature, "batch": batch, "seed": seed}
     file = None if cache is None else Path(cache) / f"references-{_key(model, tokenizer, settings)}.json"
     if file is not None and file.is_file():
         found: list[dict[str, list[int]]] = json.loads(file.read_text())
         return found
-    writer = _Writer(model, tokenizer, tokens, temperature)
-    found, seen, tried = [], set[tuple[int, ...]](), 0
-    with _sampling(model, seed), _bar(n, progress) as advance:
-        while len(found) < n and tried < _PATIENCE * n:
-            for one in writer.texts(min(batch, n)):
-                tried += 1
-                new = tuple(one["labels" if "labels" in one else "input_ids"])
-                if new in seen or len(new) < _SHORTEST or len(set(new)) < _DIFFERENT * len(new):
-                    continue
-                seen.add(new)
-                found.append(one)
-            advance(min(len(found), n))
+    writer, found, seen, tried = _Writer(model, tokenizer, tokens, temperature), [], set[Any](), 0
+    training = [module for module in model.modules() if module.training]
+    with (
+        torch.random.fork_rng(),
+        torch.no_grad(),
+        tqdm(total=n, desc="references", disable=not progress) as bar,
+    ):
+        try:
+            model.eval()
+            torch.manual_seed(seed)
+            while len(found) < n and tried < _PATIENCE * n:
+                for one in writer.texts(min(batch, n)):
+                    tried += 1
+                    new = tuple(one["labels" if "labels" in one else "input_ids"])
+                    if new in seen or len(new) < _SHORTEST or len(set(new)) < _DIFFERENT * len(new):
+                        continue
+                    seen.add(new)
+                    found.append(one)
+                bar.update(min(len(found), n) - bar.n)
+        finally:
+            for module in training:
+                module.training = True
     if len(found) < n:
         raise ValueError(
             f"Only {len(found)} of {tried} texts that the model wrote are of use; the others are empty, "
             "repeated, or repeat themselves. Pass texts of your own."
         )
-    found = found[:n]
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found))
-    return found
+        file.write_text(json.dumps(found[:n]))
+    return found[:n]
 
 
 class _Writer:
     """Samples texts from a model, in the way that fits it."""
 
     def __init__(self, model: Any, tokenizer: Any, tokens: int, temperature: float) -> None:
-        self._model, self._tokenizer, self._tokens = model, tokenizer, tokens
-        self._device = next(model.parameters()).device
+        self._model, self._tokenizer = model, tokenizer
+        self._encodes = getattr(model.config, "is_encoder_decoder", False)
         ends = getattr(model.generation_config, "eos_token_id", None)
-        self._ends = [
-            e for e in (ends if isinstance(ends, list) else [ends, tokenizer.eos_token_id]) if e is not None
-        ]
+        ends = ends if isinstance(ends, list) else [ends, tokenizer.eos_token_id]
+        self._ends = [token for token in ends if token is not None]
         known = (tokenizer.pad_token_id, *self._ends, 0)
         self._pad = next(token for token in known if token is not None)
+        known = (tokenizer.bos_token_id, *self._ends, self._pad)
+        self._first = [next(token for token in known if token is not None)]  # with which texts begin
         # The least likely tokens, 5 % in all, are cut: small models derail on them.
         self._options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": _NUCLEUS}
         self._options |= {"max_new_tokens": tokens, "pad_token_id": self._pad, "use_cache": True}
 
     def texts(self, n: int) -> list[dict[str, list[int]]]:
         """Return n new texts."""
-        if getattr(self._model.config, "is_encoder_decoder", False):
-            inputs = self._written([self._first()] * n)
-            inputs = [one if one else self._first() for one in inputs]
+        if self._encodes:
+            inputs = [one or self._first for one in self._written([self._first] * n)]
             outputs = self._written(inputs)
             return [{"input_ids": a, "labels": b} for a, b in zip(inputs, outputs, strict=True)]
         if not getattr(self._tokenizer, "chat_template", None):
-            first = self._first()
-            return [{"input_ids": first + new} for new in self._written([first] * n)]
-        asked = [self._said(new) for new in self._written([self._before_user()] * n)]
-        prompts = [self._prompt(text) for text in asked if text]
+            return [{"input_ids": self._first + new} for new in self._written([self._first] * n)]
+        before = self._template(_MARK).partition(_MARK)[0]  # up to the content of a user's message
+        asked = self._written([self._ids(before)] * n)
+        said = [self._tokenizer.decode(new, skip_special_tokens=True).strip() for new in asked]
+        prompts = [self._ids(self._template(text, add_generation_prompt=True)) for text in said if text]
         answers = self._written(prompts) if prompts else []
         return [{"input_ids": a + b if b else []} for a, b in zip(prompts, answers, strict=True)]
 
     def _written(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the new tokens after each prompt, up to and with the first token that ends a text."""
         longest = max(map(len, prompts))
-        ids = torch.full((len(prompts), longest), self._pad)
-        mask = torch.zeros_like(ids)
-        for row, marks, prompt in zip(ids, mask, prompts, strict=True):  # padded on the left
-            row[longest - len(prompt) :] = torch.tensor(prompt)
-            marks[longest - len(prompt) :] = 1
-        out: Tensor = self._model.generate(
-            input_ids=ids.to(self._device), attention_mask=mask.to(self._device), **self._options
-        )
-        encoder = getattr(self._model.config, "is_encoder_decoder", False)
-        return [self._ended(row) for row in out[:, 1 if encoder else longest :].tolist()]
+        padded = [[self._pad] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        given = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+        device = next(self._model.parameters()).device
+        out = self._model.generate(**{key: a.to(device) for key, a in given.items()}, **self._options)
+        rows = out[:, 1 if self._encodes else longest :].tolist()
+        stops = [
+            next((k + 1 for k, token in enumerate(row) if token in self._ends), len(row)) for row in rows
+        ]
+        return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
 
-    def _ended(self, row: list[int]) -> list[int]:
-        stop = next((k + 1 for k, token in enumerate(row) if token in self._ends), len(row))
-        return row[:stop]
-
-    def _first(self) -> list[int]:
-        """Return the token with which texts begin."""
-        known = (self._tokenizer.bos_token_id, *self._ends, self._pad)
-        return [next(token for token in known if token is not None)]
-
-    def _before_user(self) -> list[int]:
-        """Return the template up to where the content of a user's message begins."""
-        text = self._tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
-        return self._ids(text.partition(_MARK)[0])
-
-    def _prompt(self, content: str) -> list[int]:
-        messages = [{"role": "user", "content": content}]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self._ids(text)
+    def _template(self, content: str, **options: Any) -> str:
+        message = [{"role": "user", "content": content}]
+        return str(self._tokenizer.apply_chat_template(message, tokenize=False, **options))
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _said(self, new: list[int]) -> str:
-        return str(self._tokenizer.decode(new, skip_special_tokens=True)).strip()
-
-
-@contextmanager
-def _sampling(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """Set evaluation mode and a seed; restore modes and random state."""
-    training = [module for module in model.modules() if module.training]
-    with torch.random.fork_rng(), torch.no_grad():
-        try:
-            model.eval()
-            torch.manual_seed(seed)
-            yield
-        finally:
-            for module in training:
-                module.training = True
-
-
-@contextmanager
-def _bar(n: int, wanted: bool) -> Iterator[Any]:
-    """Yield a function that shows how many of n texts are written."""
-    try:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        wanted = False
-    if not wanted:
-        yield lambda done: None
-        return
-    with tqdm(total=n, desc="references", unit="text") as bar:
-        yield lambda done: bar.update(done - bar.n)
 
 
 def _key(model: Any, tokenizer: Any, settings: dict[str, Any]) -> str:

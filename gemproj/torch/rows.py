@@ -97,7 +97,7 @@ class Rows:
     ages : list of int
         Number of steps since each row was computed.
     seconds : list of float
-        Host time spent on each row in this step, 0 for a row of an earlier step.
+        Part of the host time of the last look for each row, 0 for a row of an earlier step.
     """
 
     def __init__(self, vector: ParameterVector) -> None:
@@ -129,7 +129,7 @@ class Rows:
         self,
         model: torch.nn.Module,
         draws: Sequence[Draw],
-        names: Sequence[Any] | None = None,
+        names: Sequence[Any],
         *,
         microbatch: int | None = None,
         scale: float = 1.0,
@@ -137,15 +137,11 @@ class Rows:
     ) -> None:
         """Compute the gradients of the mean losses on the drawn examples, averaged over all processes.
 
-        With `names`, those of all rows, the draws are of some of them, and the others stay; an error drops
-        all rows. Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows
-        in one pass.
+        `names` are those of all rows; if the draws are of some of them, the others stay. An error drops all
+        rows. Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows in
+        one pass.
         """
-        topology = self.vector.topology
-        if names is None:
-            names = [draw.kept.name for draw in draws]
-            for k, draw in enumerate(draws):
-                draw.k = k
+        topology, start = self.vector.topology, time.perf_counter()
         t, losses, then, ages, reached = len(names), self.losses, self.stored, self.ages, self.reached
         self.clear()
         whole = len(draws) == t
@@ -157,36 +153,29 @@ class Rows:
         if t > len(self._buffer):  # free the old buffer before allocating a larger one
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
             self._buffer = self._buffer.new_empty((t, self.vector.d))
-        self._scale, self._written = scale, set[int]()
-        self._found, self.seconds = [self._none.new_zeros(1)] * t, [0.0] * t
+        self._scale, self._written, self._found = scale, set[int](), [self._none.new_zeros(1)] * t
         counts = {draw.k: pair for draw, *pair in zip(draws, totals, most, strict=True)}
         for draw in draws:
             draw.weight = topology.weight(len(draw.at), counts[draw.k][0])
 
         def alone(draw: Draw) -> Tensor:
-            start, values, (total, most) = time.perf_counter(), self._none, counts[draw.k]
+            values, (total, most) = self._none, counts[draw.k]
             for at, weight in passes(draw.at, microbatch, most):
                 batch, outputs = draw.kept.fetch(at, self.vector.device)
                 values = call_loss(draw.loss, model, batch, len(at), outputs)
                 self.add(draw.k, values.mean(), topology.weight(weight, total))
-            self.seconds[draw.k] = time.perf_counter() - start
             return values.detach()
 
         with topology.passes(), evaluating(model, self.vector.device, topology.collective):
-            left, start = draws, time.perf_counter()
+            left = draws
             if joint is not None:
                 left = joint.fill(self, model, draws, alone, microbatch or 2**62)
-            shared = counts.keys() - {draw.k for draw in left}
-            spent = time.perf_counter() - start - sum(self.seconds)
-            for k in shared:  # each row of a shared pass took an equal part of its time
-                self.seconds[k] += spent / len(shared)
             for draw in left:
                 alone(draw)
         for k in counts.keys() - self._written:  # rows without local examples add zero
             self._buffer[k].zero_()
         # Rows of several processes are summed; those of earlier steps are sums already.
-        mine = [self._buffer[:t]] if whole else [self._buffer[k] for k in counts]
-        for part in mine:
+        for part in [self._buffer[:t]] if whole else [self._buffer[k] for k in counts]:
             if scale != 1.0:
                 part.div_(scale)
             self.reached = topology.reduce(part, self.reached)
@@ -198,6 +187,10 @@ class Rows:
                 at = torch.tensor(list(counts), device=found.device)
                 found = torch.stack([losses, then]).index_copy(1, at, found)
             self.losses, self.stored = found
+        # Each row has a part of the time, in proportion to its examples.
+        rate = (time.perf_counter() - start) / max(sum(len(draw.at) for draw in draws), 1)
+        sizes = {draw.k: len(draw.at) for draw in draws}
+        self.seconds = [rate * sizes.get(k, 0) for k in range(t)]
         self.ages = [0 if k in counts else ages[k] for k in range(t)]
         self._count, self.names = t, list(names)
 
@@ -340,9 +333,7 @@ def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = F
     without dropout, because cuDNN has no gradients for them in evaluation mode.
     """
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
-    modules = list(model.modules())
-    check_spread(modules)
-    changes = _evaluation(modules) + _without_cache(modules)
+    changes = list(_changes(list(model.modules())))
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Each CUDA or XPU device has its own generator; the generator of MPS cannot be restored.
     own = device.type in ("cuda", "xpu")
@@ -351,58 +342,41 @@ def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = F
         try:
             for p, _ in kept:
                 p.grad = None
-            for thing, name, value in changes:
-                _set(thing, name, value)
+            _set(changes)
             yield
         finally:
             for p, gradient in kept:
                 p.grad = gradient
-            for thing, name, value in reversed(before):
-                _set(thing, name, value)
+            _set(reversed(before))
 
 
-def _set(thing: Any, name: str, value: Any) -> None:
-    """Set an attribute; for plain modules, avoid the much slower `Module.__setattr__`."""
-    if name in vars(thing):  # false for scripted modules
-        vars(thing)[name] = value
-    else:
-        setattr(thing, name, value)
+def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
+    """Set attributes that have another value, because setting one of a module takes long."""
+    for thing, name, value in values:
+        if getattr(thing, name) is not value:
+            setattr(thing, name, value)
 
 
-def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
-    """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
-    training = [module for module in modules if module.training]
-    layers = [module for module in training if _is_checkpointed(module)]
-    # Also those in evaluation mode, because a loss may change the mode.
-    changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in modules]
-    changes += [(layer, "training", True) for layer in layers]
-    changes += [(layer, "_gradient_checkpointing_func", partial(_checkpoint, layer)) for layer in layers]
+def _changes(modules: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the attributes and values to set for evaluation mode with gradient checkpointing."""
     for module in modules:
+        checkpoints = module.training and module.__dict__.get("gradient_checkpointing", False)
+        yield module, "training", False  # also where it is, because a loss may change the mode
         if isinstance(module, torch.nn.RNNBase):
-            changes += [(module, "training", True), (module, "dropout", 0.0)]
-    return changes
+            yield module, "training", True
+            yield module, "dropout", 0.0
+        if checkpoints and "GradientCheckpointingLayer" in _kinds(module):  # of transformers
+            yield module, "training", True
+            yield module, "_gradient_checkpointing_func", partial(_checkpoint, module)
+    # With a cache of transformers, packed texts attend to each other, and checkpoints recompute with the
+    # cache of the first pass.
+    for config in {id(one): one for module in modules if (one := module.__dict__.get("config"))}.values():
+        if getattr(config, "use_cache", False) and _kinds(config) & {"PretrainedConfig", "PreTrainedConfig"}:
+            yield config, "use_cache", False
 
 
-_CONFIGS = ("PretrainedConfig", "PreTrainedConfig")  # class names in transformers before and since version 5
-
-
-def _without_cache(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
-    """Return the attributes and values to set so that models of transformers use no cache.
-
-    With a cache, packed texts attend to each other, and checkpoints recompute with the first pass's cache.
-    """
-    configs = {id(one): one for module in modules if (one := module.__dict__.get("config")) is not None}
-    known = [one for one in configs.values() if any(kind.__name__ in _CONFIGS for kind in type(one).__mro__)]
-    return [(one, "use_cache", False) for one in known if getattr(one, "use_cache", False)]
-
-
-def _is_checkpointed(module: Any) -> bool:
-    """Return whether a module is a layer of transformers with gradient checkpointing."""
-    if "_gradient_checkpointing_func" not in module.__dict__:
-        return False
-    if not getattr(module, "gradient_checkpointing", False):
-        return False
-    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+def _kinds(thing: Any) -> set[str]:
+    return {kind.__name__ for kind in type(thing).__mro__}
 
 
 def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:

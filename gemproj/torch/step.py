@@ -1,4 +1,11 @@
-"""One training step: rows of G, the projected gradient, the optimizer's own step, the projected step.
+"""One step of training: rows of G, the projected gradient, the optimizer's own step, the projected step.
+
+::
+
+    G <- gradients of the losses of the kept sets       Training.look
+    g <- argmin |x - g|   subject to  G x >= h          project_gradient, in the hook before the step
+    s <- the optimizer's own step from g
+    s <- argmin |x - s|_W subject to  G x >= h          _finish, in the hook after it; W is Adam's metric
 
 For the step s of an optimizer, a promise with a tolerance requires ``G s >= repair * (loss - bound)``, the
 discrete form of a control barrier condition. To first order, this gives
@@ -10,10 +17,8 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gemproj._arrays import namespace, to_numpy, wide_dtype
-from gemproj._bounds import Options, accepted, check_accepted, check_options
+from gemproj._bounds import check_accepted, check_options
 from gemproj._combine import combine_into, warn_if_missed
 from gemproj._dual import solve
 from gemproj._gram import measure
@@ -29,9 +34,10 @@ from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram
 from gemproj.methods import GEM2017, AnyMethod, as_method
+from gemproj.torch._warn import warn
 from gemproj.torch.promise import Promise
 from gemproj.torch.rows import Rows
-from gemproj.torch.vector import Buffer, ParameterVector, local, mesh_of
+from gemproj.torch.vector import ParameterVector, local, mesh_of
 
 On = Literal["gradient", "step", "both"]
 
@@ -52,7 +58,8 @@ class Terms:
     """The numbers of the promises about the rows: one number for all rows, or a tensor (t,) if rows differ.
 
     An infinite penalty means no penalty, a NaN tolerance no tolerance. `held` says whether any promise has a
-    tolerance, and `compared` whether a loss compares outputs with stored outputs, so that it begins at zero.
+    tolerance, and `compared` whether a loss compares outputs with stored outputs, so that it begins at zero;
+    such a loss has a tolerance.
     """
 
     weight: Any = 0.0
@@ -85,57 +92,46 @@ class Terms:
             shared([not p.equal and hasattr(p.loss, "outputs") for p in promises]),
         )
 
+    @property
+    def weighs(self) -> bool:
+        """Whether a promise has a weight."""
+        return isinstance(self.weight, Tensor) or bool(self.weight)
+
     def excess(self, rows: Rows) -> Tensor | None:
         """Return losses minus their bounds, shape (t,), NaN without a bound; None if no row has a bound."""
         return rows.losses - rows.stored - self.tolerance if self.held else None
 
-    def right_hand_side(self, rows: Rows, rate: float, unit: float, scaled: bool = False) -> Any:
-        """Return h as a function of the Gram matrix of the rows and a vector; None if h is zero.
+    def right_hand_side(self, rows: Rows, gram: Gram, rate: float, unit: float, scaled: bool) -> Any:
+        """Return h for a vector with these inner products; None if h is zero.
 
         Along the vector, losses fall by `rate` times its products with the rows. A vector of gradients times
         `unit` has the unit of this vector. `scaled` says that the optimizer scales its entries.
         """
-        if not self.held and self.compared is False:
-            return None
-        losses, dtype = rows.losses, rows.vector.dtype
-        noise, least = rounding(losses, dtype), _NOISE * torch.finfo(dtype).eps
-        wanted = near = None
         excess = self.excess(rows)
-        if excess is not None:
-            excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # rounding errors
-            wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
-            if isinstance(self.tolerance, Tensor):
-                wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
-        if self.compared is not False:
-            near = (losses.abs() <= noise) & self.compared
-            if near.device.type == "cpu" and not bool(near.any()):
-                near = None
-        if wanted is None and near is None:
+        if excess is None:
             return None
+        xp, host = namespace(gram.b), not isinstance(gram.b, Tensor)
 
-        def h(gram: Gram) -> Any:
-            xp, host = namespace(gram.b), not isinstance(gram.b, Tensor)
-            norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
-            found = xp.zeros_like(norms)
-            if wanted is not None:
-                # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum
-                # of a loss, where the row vanishes. Where the units of a gradient change, a fraction of it.
-                part = self.repair if scaled else 1.0
-                part = to_numpy(part) if host and isinstance(part, Tensor) else part
-                found = xp.minimum(to_numpy(wanted) if host else wanted, part * norms * size)
-            if near is None:
-                return found
-            # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient.
-            # If the row of such a loss is below the rounding error of g, a low h makes the row inactive.
-            small = (to_numpy(near) if host else near) & (unit * norms <= least * size)
-            return xp.where(small, -norms * size, found)
+        def here(a: Any) -> Any:
+            return to_numpy(a) if host and isinstance(a, Tensor) else a
 
-        return h
-
-
-def rounding(losses: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest rounding difference between two computations of the same losses in a dtype."""
-    return 4.0 * torch.finfo(dtype).eps * (1.0 + losses.abs())
+        # Differences between two computations of the same losses, and of gradients that are zero.
+        eps = torch.finfo(rows.vector.dtype).eps
+        noise = 4.0 * eps * (1.0 + rows.losses.abs())
+        excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)
+        wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
+        if isinstance(self.tolerance, Tensor):
+            wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
+        norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
+        # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum of a
+        # loss, where the row vanishes. Where the units of a gradient change, a fraction of it.
+        h = xp.minimum(here(wanted), (here(self.repair) if scaled else 1.0) * norms * size)
+        if self.compared is False:
+            return h
+        # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient. If
+        # the row of such a loss is below the rounding error of g, a low h makes the row inactive.
+        near = here((rows.losses.abs() <= noise) & self.compared)
+        return xp.where(near & (unit * norms <= _NOISE * eps * size), -norms * size, h)
 
 
 def check_promise(promise: Promise, method: AnyMethod, on: On) -> None:
@@ -160,8 +156,8 @@ def check_promise(promise: Promise, method: AnyMethod, on: On) -> None:
 class ProjectedStep:
     """The hooks in one optimizer, between which a step is projected.
 
-    Before the step: compute the rows, project the gradient, clip it, copy the parameters. After the step:
-    project the difference of the parameters. ``keeper`` gives the rows and options, and takes the statistics.
+    Before the step: compute the rows, copy the parameters, project the gradient and clip it. After the step:
+    project the difference of the parameters. `training` gives the rows, and takes the statistics.
 
     Attributes
     ----------
@@ -176,31 +172,34 @@ class ProjectedStep:
         Number of calls of ``optimizer.step()``.
     """
 
-    def __init__(self, keeper: Any, optimizer: Any) -> None:
+    def __init__(self, training: Any, optimizer: Any) -> None:
         _check_optimizer(optimizer)
-        self._keeper, self.optimizer = keeper, optimizer
+        self._training, self.optimizer = training, optimizer
         self.max_norm: float | None = None
         self.norm: Tensor | None = None
         self.early, self.calls = False, 0
         self._clipped: Any = 1.0  # the factor by which clipping multiplied the gradient
-        self._vector: ParameterVector
-        self._rows: Rows | None = None
-        self._written: list[tuple[Tensor | None, int]] = []  # projected gradients, until the step ends
+        self._rows: Rows | None = None  # those of the step between the hooks; None if it is left alone
         self._hooks = [
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._finish),
         ]
+        # A fused optimizer would divide by the loss scale within its step. This way the scaler divides before
+        # the step, as for any other optimizer, and takes no step after an overflow.
+        self._unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if self._unscales:
+            optimizer._step_supports_amp_scaling = False
 
     def remove(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        if self._unscales:
+            self.optimizer._step_supports_amp_scaling = True
 
     def use(self, vector: ParameterVector) -> None:
         """Begin to project the steps of these parameters."""
-        self._vector, self._written = vector, []
-        for name in ("_before", "_metric"):
-            self.__dict__.pop(name, None)
+        self._vector = vector
 
     def check(self, on: On) -> None:
         """Raise if steps of the optimizer cannot be projected, as far as this is known before a step."""
@@ -216,15 +215,13 @@ class ProjectedStep:
     @torch.compiler.disable
     @torch.no_grad()
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Before the step: with a closure, which computes the gradient, only compute the rows."""
         if is_within(optimizer):
             return None
         self.calls += 1
         if self.early:
             return None
-        self._rows = None
-        if will_skip(optimizer):
-            return None
-        self._keeper._look(self)
+        self._look()
         closure = next((a for a in [*args, *kwargs.values()] if callable(a)), None)
         if closure is None:
             self.project_gradient()
@@ -242,63 +239,60 @@ class ProjectedStep:
     @torch.no_grad()
     def begin(self) -> None:
         """Begin a step in which the framework clips the gradient after its projection."""
-        self._rows = None
-        self._keeper._look(self)
+        self._look()
         self.project_gradient()
+
+    def _look(self) -> None:
+        """Get the rows, and copy the parameters."""
+        self._rows, self._moving = None, list[bool]()
+        self._rows = self._training.look(self)
+        if self._rows is not None:
+            self._vector.read(self._vector.before)
 
     @torch.compiler.disable
     @torch.no_grad()
     def project_gradient(self) -> None:
-        """Project the gradient, clip it, and copy the parameters; a projected gradient is left alone."""
-        start, keeper = time.perf_counter(), self._keeper
-        rows: Rows | None = None if keeper._idle or not len(keeper.rows or ()) else keeper.rows
-        self._rows = rows
+        """Project the gradient, and clip it."""
+        start, rows, keeper, vector = time.perf_counter(), self._rows, self._training.keeper, self._vector
         if rows is None:
             self._clip()
             return
-        vector = rows.vector
-        if self._written and self._is_unwritten():  # the second attempt of a step that failed
-            vector.read(self._before)
-            return
-        self._unscale()
-        groups = self.groups()
-        held = [id(p) in groups for p in vector.parameters]
-        solution = None
+        # The groups of the optimizer, by parameter id; `lr` and others do not change within a step.
+        self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        held, self._solution = [id(p) in self._groups for p in vector.parameters], None
         if any(p.grad is not None for p in vector.parameters):
             try:
                 if keeper.on == "step":
                     self._check_finite(rows)
                 else:
-                    solution = self._solve_gradient(rows, held)
+                    self._solution, _ = self._solve_gradient(rows, held)
             except ValueError as error:
                 if keeper.project:
                     self._refuse(error)
-        if solution is not None and keeper.project:
+        if self._solution is not None and keeper.project:
             vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
         self._clip()
-        self._moving = self._moves(groups)
-        vector.read(self._before)
-        self._written, self._solution = self._versions(), solution
+        self._moving = self._moves(self._groups)
         self._seconds = time.perf_counter() - start
 
     @torch.compiler.disable
     @torch.no_grad()
     def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """After the step: project it, and measure it."""
         if is_within(optimizer):
             return
-        rows, keeper = self._rows, self._keeper
-        written, self._written, self._rows, self.max_norm = self._written, [], None, None
-        if rows is None or not written:
+        rows, self._rows, self.max_norm = self._rows, None, None
+        if rows is None or not self._moving:
             return
-        start, vector, solution = time.perf_counter(), rows.vector, None
-        step = vector.read_step(self._before)
-        if keeper.on != "gradient":
+        start, training, vector, solution = time.perf_counter(), self._training, self._vector, None
+        step = vector.read_step(vector.before)
+        if training.keeper.on != "gradient":
             try:
                 solution, changed = self._solve_step(rows, step)
             except BaseException as error:  # also Ctrl-C
-                if isinstance(error, ValueError) and not keeper.project:
+                if isinstance(error, ValueError) and not training.keeper.project:
                     return
-                vector.assign(self._before.parts)
+                vector.assign(vector.before.parts)
                 if not isinstance(error, ValueError):
                     raise
                 name = type(optimizer).__name__
@@ -307,11 +301,11 @@ class ProjectedStep:
                     f"{error}{self._named_rows(str(error))}"
                 ) from error
             if changed:
-                vector.take_step(self._before)
-                step = vector.read_step(self._before)
+                vector.take_step(vector.before)
+                step = vector.read_step(vector.before)
         square, products = rows.products(step)
         seconds = self._seconds + time.perf_counter() - start
-        keeper._note(self, self._solution, solution, square, products, seconds)
+        training.note(self._solution, solution, square, products, seconds)
 
     def _moves(self, groups: dict[int, dict[str, Any]]) -> list[bool]:
         """Return which parameters have a gradient and a learning rate that is not zero."""
@@ -320,29 +314,22 @@ class ProjectedStep:
             for p in self._vector.parameters
         ]
 
-    def _solve_gradient(self, rows: Rows, held: list[bool]) -> DualSolution:
-        """Project the gradient in the scratch buffer."""
-        terms, gradient = self._keeper.terms, rows.vector.read_gradient()
-        rate = self.learning_rate() if terms.held else 1.0
+    def _solve_gradient(self, rows: Rows, held: list[bool]) -> tuple[DualSolution, bool]:
+        """Project the gradient in the scratch buffer; return whether it has changed."""
+        rate = self.learning_rate() if self._training.terms.held else 1.0
         scaled = not isinstance(self.optimizer, torch.optim.SGD)
-        h = terms.right_hand_side(rows, rate, 1.0, scaled)
-        return self._solve("gradient", rows, gradient, held, h, 1.0, None)[0]
+        gradient = self._vector.read_gradient()
+        return self._solve("gradient", rows, gradient, held, rate=rate, scaled=scaled)
 
     def _solve_step(self, rows: Rows, step: Tensor) -> tuple[DualSolution, bool]:
         """Project the step in the scratch buffer; return whether it has changed."""
-        moments = self._has_moments(self._moving)
-        weights = self._weights(rows, self._moving) if moments else None
+        weights = self._metric(rows)
         # Adam's metric has the unit of a gradient divided by a step.
-        terms, alone = self._keeper.terms, self._keeper.on == "step"
-        in_units = (
-            terms.penalty is not None or terms.compared is not False or (alone and _is_given(terms.weight))
-        )
-        unit = 1.0 if moments or not in_units else self.learning_rate()
-        skipped = getattr(self.optimizer, "found_inf", None)
-        # After an overflow, a fused optimizer takes no step, and a weight must not move parameters either.
-        scale = self._clipped * unit * (1.0 if skipped is None else skipped == 0)
-        h = terms.right_hand_side(rows, 1.0, unit)
-        return self._solve("step", rows, step, self._moving, h, scale, weights)
+        terms, alone = self._training.terms, self._training.keeper.on == "step"
+        in_units = terms.penalty is not None or terms.compared is not False or (alone and terms.weighs)
+        unit = self.learning_rate() if weights is None and in_units else 1.0
+        scale = self._clipped * unit
+        return self._solve("step", rows, step, self._moving, unit=unit, scale=scale, weights=weights)
 
     def _solve(
         self,
@@ -350,15 +337,20 @@ class ProjectedStep:
         rows: Rows,
         v: Tensor,
         moving: list[bool],
-        h: Any,
-        scale: Any,
-        weights: Tensor | None,
+        *,
+        rate: float = 1.0,
+        unit: float = 1.0,
+        scaled: bool = False,
+        scale: Any = 1.0,
+        weights: Tensor | None = None,
     ) -> tuple[DualSolution, bool]:
         """Project v in place, in the columns of moving parameters; return the solution and whether v changed.
 
-        All local columns are updated, but only one process counts a replicated column in the Gram matrix.
+        All local columns are updated, but only one process counts a replicated column in the Gram matrix. The
+        bounds of multipliers are multiplied by `scale`; see `Terms.right_hand_side` for the other numbers.
         """
-        keeper, terms, vector, topology = self._keeper, self._keeper.terms, rows.vector, rows.vector.topology
+        training, keeper, terms = self._training, self._training.keeper, self._training.terms
+        vector, topology = rows.vector, rows.vector.topology
         columns, owned = vector.columns, vector.owned
         if not all(moving):
             chosen = [j for j, moves in enumerate(moving) if moves]
@@ -371,60 +363,68 @@ class ProjectedStep:
         if weights is None and all(moving):  # alike on all processes
             K = measured.gram.K
             rows.norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)
-        weighted = kind == "gradient" or keeper.on == "step"
+        weighted = terms.weighs and (kind == "gradient" or keeper.on == "step")
+        h = terms.right_hand_side(rows, measured.gram, rate, unit, scaled)
         options = check_options(
             keeper.method,
-            margin=terms.weight * scale if weighted and _is_given(terms.weight) else 0.0,
+            h=h,
+            margin=terms.weight * scale if weighted else 0.0,
             penalty=None if terms.penalty is None else terms.penalty * scale,
             equality=terms.equal,
         )
-        if h is not None and "h" in accepted(options.method):
-            h = h(measured.gram)
-            options = Options(options.method, h, options.margin, options.penalty, options.equality)
-        start = keeper._warm_start(kind, rows.names)
+        start = training.warm_start(kind, rows.names)
         try:
             sol = solve(measured, options, start)
         except ValueError as error:
             if h is None or "infeasible" not in str(error):
                 raise
             # No step of any length takes all losses to their bounds: none may rise then.
-            self._warn_of_contradiction(rows)
+            above = [repr(name) for name, more in zip(rows.names, h.tolist(), strict=True) if more > 0]
+            warn(
+                f"Not all losses above their bounds ({', '.join(above[:5])}) can fall in one step, "
+                "because their gradients oppose each other. This step raises none of them."
+            )
             sol = solve(measured, replace(options, h=namespace(h).minimum(h, 0.0 * h)), start)
         warn_if_missed(sol)
-        keeper._warm[kind] = list(rows.names), sol.multipliers
+        training.warm[kind] = list(rows.names), sol.multipliers
         # On a device, reading the multipliers would synchronise, so x is always written.
         changed = keeper.project and (vector.device.type != "cpu" or bool(sol.multipliers.any()))
         if changed:
             combine_into(here, sol, here.vector)
         return sol, changed
 
-    def _weights(self, rows: Rows, moving: list[bool]) -> Tensor:
-        """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``.
+    def _metric(self, rows: Rows) -> Tensor | None:
+        """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``; None for other optimizers.
 
         Adam's step minimises a quadratic model with this metric. Here v_hat is at least the square of the
         largest value of the entry in the rows. Without this minimum, v_hat is zero for entries without a
         gradient of the new loss, and a multiplier of 1 would move them by ``lr / eps`` times the row. With
         the minimum, a multiplier of 1 moves an entry by at most the learning rate, as Adam does.
         """
-        w, vector = self._metric.whole, rows.vector
+        # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process has
+        # the moments of some parameters.
+        if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
+            return None
+        vector, states, found = self._vector, self.optimizer.state, []
+        w, shares = vector.weights
+        for p, shape, part, moves in zip(vector.parameters, vector.shapes, shares, self._moving, strict=True):
+            if not moves:
+                continue
+            group, state = self._groups[id(p)], states.get(p, {})
+            second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+            count = state.get("step", group.get("step"))  # some optimizers count in the group
+            if second is None or count is None or not group.keys() >= {"betas", "eps"}:
+                return None
+            if (second := local(second)).shape != shape:  # GaLore has moments of projected gradients
+                return None
+            correction, rate = 1 - group["betas"][1] ** _number(count), _number(group["lr"])
+            found.append((part, _dequantised(second), correction, group["eps"], rate))
         rows.largest(w)
-        groups, states = self.groups(), self.optimizer.state
-        parts, seconds, corrections, eps, rates = [], [], [], [], []
-        for p, part, moves in zip(vector.parameters, self._metric.parts, moving, strict=True):
+        for part, moves in zip(shares, self._moving, strict=True):
             if not moves:
                 part.fill_(1.0)
-                continue
-            group, state = groups[id(p)], states.get(p, {})
-            second = _dequantised(local(state.get("max_exp_avg_sq", state.get("exp_avg_sq"))))
-            count = _number(state.get("step", group.get("step")))  # some optimizers count in the group
-            # Zero if the first step was skipped after an overflow.
-            count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-            parts.append(part)
-            seconds.append(second)
-            corrections.append(1 - group["betas"][1] ** count)
-            eps.append(group["eps"])
-            rates.append(_number(group["lr"]))
-        if parts:
+        if found:
+            parts, seconds, corrections, eps, rates = map(list, zip(*found, strict=True))
             # All parameters at once: six operations for each would take longer than the optimizer's step.
             roots: Any = torch._foreach_div(seconds, _alike(corrections, w))
             torch._foreach_sqrt_(roots)
@@ -434,32 +434,9 @@ class ProjectedStep:
             torch._foreach_div_(parts, _alike(rates, w))
         return w
 
-    def _has_moments(self, moving: Sequence[bool]) -> bool:
-        """Return whether the optimizer keeps second moments of all moving parameters, as Adam does."""
-        # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process has
-        # the moments of some parameters.
-        if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
-            return False
-        groups, states, vector = self.groups(), self.optimizer.state, self._vector
-        every = zip(vector.parameters, vector.shapes, moving, strict=True)
-        return all(
-            "exp_avg_sq" in states.get(p, {})
-            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore has moments of projected gradients
-            and groups[id(p)].keys() >= {"betas", "eps"}
-            and ("step" in states[p] or "step" in groups[id(p)])
-            for p, shape, moves in every
-            if moves
-        )
-
-    def rounding(self) -> Any:
-        """Return by how much the rounding of the parameters changes a step, as a norm."""
-        square = torch.linalg.vector_norm(self._before.whole).reshape(1) ** 2
-        eps = max(torch.finfo(p.dtype).eps for p in self._vector.parameters)
-        return eps * self._vector.topology.sum_shards(square).sqrt()  # replicas may count more than once
-
     def learning_rate(self) -> float:
         """Return the largest learning rate."""
-        rates = [group["lr"] for group in self.groups().values() if group.get("lr") is not None]
+        rates = [group["lr"] for group in self._groups.values() if group.get("lr") is not None]
         if not rates:
             raise ValueError(
                 f"{type(self.optimizer).__name__} has no learning rate to convert a weight, a penalty or a "
@@ -467,52 +444,16 @@ class ProjectedStep:
             )
         return max(float(rate) for rate in rates)
 
-    def groups(self) -> dict[int, dict[str, Any]]:
-        """Return the groups of the optimizer, keyed by parameter id."""
-        return {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-
-    @cached_property
-    def _before(self) -> Buffer:
-        """The parameters before the step."""
-        return self._vector.buffer()
-
-    @cached_property
-    def _metric(self) -> Buffer:
-        """The weights of the metric."""
-        return self._vector.buffer()
-
     def _clip(self) -> None:
         """Clip the gradient after weighted rows were added, as in replay."""
         self._clipped = 1.0
-        most = self._keeper.max_norm if self.max_norm is None else self.max_norm
+        most = self._training.keeper.max_norm if self.max_norm is None else self.max_norm
         if most is None:
             return
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.norm = total_norm(parameters)
         clip_grads_with_norm_(parameters, most, self.norm)
-        # The same factor as in torch. After an overflow no step is taken, but a margin must not be NaN.
-        factor: Any = most / (self.norm + 1e-6)
-        self._clipped = factor.clamp(max=1.0).nan_to_num(1.0)
-
-    def _unscale(self) -> None:
-        """Divide gradients by the scale that a fused optimizer would divide by in its step."""
-        scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is None:
-            return
-        gradients = [
-            p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        torch._foreach_mul_(gradients, 1.0 / scale)
-        self.optimizer.grad_scale = None
-
-    def _versions(self) -> list[tuple[Tensor | None, int]]:
-        """Return each gradient and its number of writes."""
-        return [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._vector.parameters]
-
-    def _is_unwritten(self) -> bool:
-        """Return whether no gradient was replaced or written since its projection."""
-        pairs = zip(self._versions(), self._written, strict=True)
-        return all(now is then and m == n for (now, m), (then, n) in pairs)
+        self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0)  # the factor of torch
 
     def _check_finite(self, rows: Rows) -> None:
         """Raise on all processes unless gradient and rows are finite; on a device, that would synchronise."""
@@ -542,20 +483,11 @@ class ProjectedStep:
 
     def _named_rows(self, message: str) -> str:
         """Return the sets of the rows as text to append to a message with row numbers; empty if unknown."""
-        names = self._keeper.rows.names
+        names, held = self._training.rows.names, self._training.terms.held
         if not names or "row" not in message:
             return ""
         named = ", row ".join(f"{k} is of {name!r}" for k, name in enumerate(names[:20]))
-        return f" Row {named}.{' h comes from their tolerances.' if self._keeper.terms.held else ''}"
-
-    def _warn_of_contradiction(self, rows: Rows) -> None:
-        excess = self._keeper.terms.excess(rows)
-        above = [name for name, more in zip(rows.names, excess.tolist(), strict=True) if more > 0]
-        warnings.warn(
-            f"Not all losses above their bounds ({', '.join(map(repr, above[:5]))}) can fall in one step, "
-            "because their gradients oppose each other. This step raises none of them.",
-            stacklevel=2,
-        )
+        return f" Row {named}.{' h comes from their tolerances.' if held else ''}"
 
 
 def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]) -> Problem:
@@ -564,10 +496,6 @@ def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]
         return check_problem(rows.G, v, weights)
     some = None if weights is None else [weights[at] for at in columns]
     return check_problem([rows.G[:, at] for at in columns], [v[at] for at in columns], some)
-
-
-def _is_given(weight: Any) -> bool:
-    return isinstance(weight, Tensor) or bool(weight)
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -629,12 +557,6 @@ def is_within(optimizer: torch.optim.Optimizer) -> bool:
         frame = frame.f_back
         steps += frame.f_code is _STEP.__code__ and frame.f_locals.get("self") is optimizer
     return steps == 2
-
-
-def will_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a fused optimizer will skip its step; False if reading that would synchronise."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and found.device.type == "cpu" and bool(found)
 
 
 def _is_zero(rate: Any) -> bool:

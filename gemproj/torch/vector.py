@@ -54,13 +54,6 @@ class ParameterVector:
         self.names, self.parameters = [name for name, _ in chosen], [p for _, p in chosen]
         self._sharded = any(mesh_of(p) is not None for p in self.parameters)
         shards = self.local()
-        for p, shard in zip(self.parameters, shards, strict=True):
-            computes = mesh_of(p).device_type if mesh_of(p) is not None else p.device.type
-            if shard.device.type != computes:
-                raise ValueError(
-                    f"Parameters are offloaded: they lie on {shard.device}, the model computes on {computes}."
-                    " Train without offloading of parameters and optimizer (CPUOffloadPolicy, offload_*)."
-                )
         self.device, self.dtype = shards[0].device, shards[0].dtype
         for p in shards:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
@@ -90,6 +83,22 @@ class ParameterVector:
         """A buffer for gradients and steps."""
         return self.buffer()
 
+    @cached_property
+    def before(self) -> Buffer:
+        """The parameters at the beginning of the last step that was projected."""
+        return self.buffer()
+
+    @cached_property
+    def weights(self) -> Buffer:
+        """The weights of the metric in which steps are projected."""
+        return self.buffer()
+
+    def rounding(self) -> Tensor:
+        """Return by how much the rounding of the parameters changes a step, as a norm, shape (1,)."""
+        square = torch.linalg.vector_norm(self.before.whole).reshape(1) ** 2
+        eps = max(torch.finfo(p.dtype).eps for p in self.parameters)
+        return eps * self.topology.sum_shards(square).sqrt()  # replicas may count more than once
+
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return views of a vector, one per parameter, in the shapes of the local shards."""
         parts = vector.split(self.sizes)
@@ -108,12 +117,8 @@ class ParameterVector:
 
     def read_step(self, before: Buffer) -> Tensor:
         """Return the parameters in a buffer minus the parameters, in `scratch`."""
-        step = self.scratch
-        if self._one_device:
-            step.whole.copy_(before.whole)
-            torch._foreach_sub_(step.parts, self.local())
-            return step.whole
-        return torch.sub(before.whole, self.read(step), out=step.whole)
+        step = self.read(self.scratch)
+        return torch.sub(before.whole, step, out=step)
 
     def take_step(self, before: Buffer) -> None:
         """Set the parameters to those in a buffer minus the step in `scratch`, which is overwritten."""
@@ -128,12 +133,10 @@ class ParameterVector:
     def gradients(self, loss: Tensor) -> list[Tensor | None]:
         """Return the gradient of a loss with respect to each parameter; ``.grad`` is not changed."""
         if not self.topology.collective:
-            gradients: list[Tensor | None] = list(
-                torch.autograd.grad(loss, self.parameters, allow_unused=True)
-            )
-            if any(g is None for g in gradients):
+            found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
+            if any(gradient is None for gradient in found):
                 _refuse_reentrant(loss)
-            return gradients
+            return found
         # FSDP computes with gathered parameters and writes the gradients of shards to .grad itself.
         kept = [p.grad for p in self.parameters]
         try:
@@ -193,8 +196,8 @@ class ParameterVector:
             torch._foreach_copy_(to, given)
         return out.whole
 
-    def write_gradient(self, reached: Sequence[bool], changed: bool = True) -> None:
-        """Copy `scratch`, if `changed`, to each ``.grad``; create missing gradients of `reached` parameters.
+    def write_gradient(self, reached: Sequence[bool]) -> None:
+        """Copy `scratch` to each ``.grad``; create missing gradients of `reached` parameters.
 
         Missing gradients are created even if they are zero, because a test for zeros would synchronise.
         """
@@ -202,7 +205,7 @@ class ParameterVector:
         for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
             if p.grad is None and wanted:
                 p.grad = _gradient_like(p, part)
-            elif p.grad is not None and changed:
+            elif p.grad is not None:
                 to.append(local(p.grad))
                 given.append(part)
         if to:

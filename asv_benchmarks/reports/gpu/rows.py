@@ -70,11 +70,12 @@ class Case:
             n = len(next(iter(batch.values())))
             batch = {name: part.to(vector.device) for name, part in batch.items()}
             kept = KeptSet(k, promise, batch, None, None, torch.zeros(n, dtype=torch.float64))
-            self.draws.append(Draw(kept, list(range(n)), loss))
+            self.draws.append(Draw(kept, list(range(n)), loss, k))
 
     def run(self, shared: bool) -> None:
         """Compute all rows."""
-        self.rows[shared].fill(self.model, self.draws, joint=self.joint if shared else None)
+        joint = self.joint if shared else None
+        self.rows[shared].fill(self.model, self.draws, range(len(self.draws)), joint=joint)
 
     def apart(self) -> float:
         """Return the largest difference of a row, over its norm."""

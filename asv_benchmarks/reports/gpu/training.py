@@ -130,7 +130,7 @@ class Loop:
                 if examples:
                     self.attach(name, stored, half)
                 steps = [self.step(half, past) for _ in range(ROUNDS + 1)][1:]
-                reason = self.keeper and self.keeper._joint.reason
+                reason = self.keeper and self.keeper._training.joint.reason
             except torch.cuda.OutOfMemoryError:
                 table.row(name, *[""] * len(STAGES), "out of memory")
                 self.stage = ""

@@ -1,0 +1,311 @@
+"""A model and its optimizers while a keeper is attached: when rows are computed, and what a step tells."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemproj._arrays import on_host
+from gemproj.torch._warn import warn
+from gemproj.torch.history import Projection
+from gemproj.torch.joint import SharedPasses
+from gemproj.torch.memory import Draw, KeptSet
+from gemproj.torch.processes import check_alone
+from gemproj.torch.rows import Rows, check_spread, reshard, unwrapped
+from gemproj.torch.step import ProjectedStep, Terms
+from gemproj.torch.vector import ParameterVector
+
+# The loss scale of training leaves little room below the float16 maximum; kept losses may be larger.
+_HEADROOM = 1024.0
+# The norm of the weights, which tells their rounding, is computed anew after so many steps.
+_WEIGHED = 100
+
+
+class Training:
+    """What a keeper is attached to: a model, the steps of its optimizers, and the rows that they share.
+
+    Attributes
+    ----------
+    rows : Rows
+        The rows of the last look.
+    terms : Terms
+        The numbers of their promises.
+    last : Projection or None
+        Statistics of the last step; those of several optimizers add up to one step.
+    warm : dict
+        By kind of vector: names of the rows, and their last multipliers.
+    joint : SharedPasses
+    """
+
+    def __init__(self, keeper: Any, model: torch.nn.Module, optimizers: Sequence[Any], scaler: Any) -> None:
+        reshard(model)
+        self.keeper, self.model, self._scaler = keeper, model, scaler
+        self.terms, self.joint = Terms(), SharedPasses()
+        self.last: Projection | None = None
+        self.warm: dict[str, tuple[list[Any], Any]] = {}
+        self._changed = True  # whether all rows are to be computed
+        self._begun = self._looks = 0  # steps since attaching, and since the sets have changed
+        self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
+        self._noise: Any = None  # norm of the rounding of the weights
+        self._first: list[tuple[Sequence[Any], Tensor]] = []  # names and excesses of the first steps
+        self._left_out = set[Hashable]()
+        self._known = set[int]()  # ids of the parameters of the optimizers
+        self._handles: list[Any] = []
+        self.steps: list[ProjectedStep] = []
+        self.rows: Rows
+        try:
+            for one in optimizers:
+                self.steps.append(keeper._step_type(self, one))
+                self.steps[-1].check(keeper.on)
+            self._renew()
+        except Exception:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Detach from the optimizers."""
+        for one in [*self._handles, *self.steps]:
+            one.remove()
+        self._handles, self.steps = [], []
+
+    def vector(self) -> ParameterVector:
+        """Return the trainable parameters that the model has now, as a vector."""
+        vector = self.rows.vector
+        known = vector.topology.collective or vector.is_of(self.model.parameters())
+        return vector if known else self._new_vector()
+
+    def _new_vector(self) -> ParameterVector:
+        whole, parallel = unwrapped(self.model)
+        check_spread(list(whole.modules()))
+        group = self.keeper._group
+        if group is None and parallel is not None:
+            group = parallel.process_group
+        vector: ParameterVector = self.keeper._vector_type(self.model.named_parameters(), group)
+        check_alone(vector.topology)
+        return vector
+
+    def _held(self) -> list[Tensor]:
+        groups = [group for step in self.steps for group in step.optimizer.param_groups]
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _renew(self) -> None:
+        """Begin to project the parameters that the model has now; raise if the optimizers hold others."""
+        held = self._held()
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        ids = set(map(id, held))
+        lacking = [name for name, p in trainable.items() if id(p) not in ids]
+        if lacking:
+            raise ValueError(
+                f"optimizer lacks {len(lacking)} of the {len(trainable)} trainable parameters of the model, "
+                f"such as {lacking[0]!r}. Add those of a new layer with optimizer.add_param_group, freeze "
+                "parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
+            )
+        vector = self._new_vector()
+        mine = set(map(id, vector.parameters))
+        # Parameters of a layer that was replaced may stay in the optimizer; no loss depends on them any more.
+        others = [tuple(p.shape) for p in held if id(p) not in mine | self._known]
+        if others:
+            raise ValueError(
+                f"optimizer moves {len(others)} parameters that are not the model's, the first one of shape "
+                f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
+                "optimizer."
+            )
+        self._known = ids
+        self.rows, self.joint, self.warm, self._changed = Rows(vector), SharedPasses(), {}, True
+        for step in self.steps:
+            step.use(vector)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if len(self.steps) > 1:
+            stepped = self._stepped  # a hook that refers to self would keep this object alive
+            for p in vector.parameters:  # a backward pass computes gradients at new weights
+                self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
+
+    def change(self) -> None:
+        """Have the next step compute all rows, because sets were kept, dropped or loaded."""
+        self._changed = True
+
+    def look(self, step: ProjectedStep) -> Rows | None:
+        """Return the rows for a step that begins, computed now if they are due; None to leave it alone."""
+        keeper = self.keeper
+        if self._stepped and id(step) not in self._stepped:  # another optimizer takes its part of a step
+            self._stepped.add(id(step))
+            return self.rows if len(self.rows) else None
+        self._stepped.clear()
+        if not self.rows.vector.topology.collective and not (
+            self.rows.vector.is_of(self.model.parameters()) and set(map(id, self._held())) == self._known
+        ):
+            self._renew()
+        rows = self.rows
+        if self._begun == 0:
+            self._begin()
+        self._tell_rate()
+        due = self._due()
+        self._begun += 1
+        self._looks += 1
+        if due is None or any(due):
+            self._compute(due)
+        elif keeper.look == "auto":
+            rows.wait()
+            keeper.history.wait(rows.names)
+            return None
+        self._stepped.add(id(step))
+        return rows if len(rows) else None
+
+    def _due(self) -> list[bool] | None:
+        """Return which rows are computed in a step that begins; None for all, maybe of other sets."""
+        keeper, rows = self.keeper, self.rows
+        if keeper.look != "auto":
+            some = not self._changed and self._looks % keeper.look
+            return [False] * len(rows) if some else None
+        # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
+        if not len(rows) or not self.terms.held or len(self.steps) > 1:
+            return None
+        if self._changed and rows.vector.topology.world == 1:
+            return None
+        due: list[bool] = keeper._forecast.due(rows, self.terms, self._changed)
+        return None if self._changed else due
+
+    def _compute(self, due: Sequence[bool] | None) -> None:
+        """Compute the rows that are due, those of all sets for None."""
+        keeper, rows, fresh = self.keeper, self.rows, self._changed
+        self._changed = True  # also after an error
+        with rows.vector.topology.agreement(facts := dict[str, Any]()):
+            sets = self._active()
+            if rows.vector.topology.world > 1:
+                facts |= self._facts(sets)
+            draws = [
+                Draw(kept, kept.draw(keeper._random), keeper._wrapped(kept.promise.loss), k)
+                for k, kept in enumerate(sets)
+                if due is None or due[k]
+            ]
+        if fresh:
+            self.joint, self._looks = SharedPasses(), 1
+        names, (inner, _), scaler = [kept.name for kept in sets], unwrapped(self.model), self._scaler
+        if sets and (fresh or names != rows.names):
+            self.terms = Terms.of([kept.promise for kept in sets], rows.vector.device)
+        # Losses are scaled as in training with a scaler.
+        scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
+        rows.fill(inner, draws, names, microbatch=keeper._microbatch, scale=scale, joint=self.joint)
+        self._changed = False
+        if keeper.look == "auto" and self.terms.held:
+            keeper._forecast.take(rows, due, self.terms.tolerance)
+
+    def _facts(self, sets: Sequence[KeptSet]) -> dict[str, Any]:
+        """Return the facts that must be equal on all processes of a training."""
+        keeper = self.keeper
+        # The repr of a function contains an address, which differs between processes.
+        given = {name: getattr(keeper, name) for name in ("on", "look", "project", "method", "_microbatch")}
+        given["method"] = getattr(keeper.method, "__name__", keeper.method)
+        facts: dict[str, Any] = {f"option {name.strip('_')}": repr(one) for name, one in given.items()}
+        facts["names of sets"] = [kept.name for kept in sets]
+        facts["promises"] = [kept.promise.numbers() for kept in sets]
+        return facts | self.rows.vector.signature()
+
+    def _begin(self) -> None:
+        """Say what a training that begins does not protect."""
+        keeper = self.keeper
+        if not keeper.sets and not keeper._given:
+            warn(f"0 sets kept: this run protects nothing. {keeper._remedy}")
+        if keeper.sets:
+            _warn_of_statistics(self.model)
+
+    def _active(self) -> list[KeptSet]:
+        """Return the sets whose losses can move now: not those of other adapters."""
+        adapter, found = adapters(unwrapped(self.model)[0]), []
+        for name, kept in self.keeper.sets.items():
+            if kept.adapter == adapter:
+                found.append(kept)
+            elif name not in self._left_out:
+                self._left_out.add(name)
+                warn(
+                    f"The set {name!r} was kept with adapter {kept.adapter!r}, and {adapter!r} is active: "
+                    "its promise is left out until its adapter is active again."
+                )
+        return found
+
+    def warm_start(self, kind: str, names: list[Any]) -> Any:
+        """Return the last multipliers of each set, zero for a new one; None if there are none."""
+        had, lam = self.warm.get(kind, (None, None))
+        if had is None or lam is None or len(lam) != len(had):
+            return None
+        found = lam = torch.as_tensor(lam)
+        if had != names:
+            found = lam.new_zeros(len(names))
+            for k, name in enumerate(names):
+                if name in had:
+                    found[k] = lam[had.index(name)]
+        device = self.rows.vector.device  # a state has the multipliers on the CPU
+        return found.numpy() if on_host(device) else found.to(device)
+
+    def note(self, gradient: Any, solution: Any, square: Tensor, products: Tensor, seconds: float) -> None:
+        """Take the statistics of a step, and update the losses to first order."""
+        rows = self.rows
+        assert rows.norms is not None
+        if self._noise is None or self._begun % _WEIGHED == 0:
+            self._noise = rows.vector.rounding()
+        part = Projection(
+            names=list(rows.names),
+            losses=rows.losses,
+            stored=rows.stored,
+            excess=self.terms.excess(rows),
+            square=square,
+            products=products,
+            norms=rows.norms,
+            rounding=self._noise,
+            eps=torch.finfo(rows.vector.dtype).eps,
+            ages=rows.ages,
+            seconds=seconds + sum(rows.seconds),
+            costs=rows.seconds,
+            _solution=gradient,
+            _step=solution,
+        )
+        before = self.last if len(self.steps) > 1 and len(self._stepped) > 1 else None
+        self.last = part if before is None else before.with_part(part)
+        self.keeper.history.add(self.last, before)
+        rows.follow(products)
+        if before is None and part.excess is not None and len(self._first) < self.keeper._soon:
+            self._first.append((part.names, part.excess))
+
+    def _tell_rate(self) -> None:
+        """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
+        soon = self.keeper._soon
+        if len(self._first) != soon or not self.keeper.project:
+            return
+        names, _ = self._first[-1]
+        late = [e for n, e in self._first[soon // 2 :] if n == names]
+        self._first.append(self._first[-1])  # said once
+        excess = torch.stack(late).cpu()
+        tolerance = torch.as_tensor(self.terms.tolerance).cpu()
+        above = ((excess > tolerance) & (tolerance > 0.0)).double().mean(0)  # of zero, rounding is an excess
+        far = [name for name, share in zip(names, above.tolist(), strict=True) if share > 0.5]
+        if far:
+            most = float(excess.nan_to_num(0.0).max())
+            warn(
+                f"After {soon} steps, losses of {', '.join(map(repr, far[:5]))} are above their bounds "
+                f"by more than their tolerances in most steps, by up to {most:.2g}: the tolerance is not "
+                "kept at this learning rate. Lower the rate, or use more examples per step."
+            )
+
+
+def adapters(model: Any) -> str:
+    """Return the names of the active adapters of a model of peft; empty for other models."""
+    active = getattr(model, "active_adapter", "")
+    return active if isinstance(active, str) else ", ".join(active) if isinstance(active, list) else ""
+
+
+def _warn_of_statistics(model: torch.nn.Module) -> None:
+    """Warn about layers whose running statistics change during training."""
+    kinds = torch.nn.modules.batchnorm._NormBase
+    named = ((name, one) for name, one in model.named_modules() if isinstance(one, kinds) and one.training)
+    moving = [name for name, one in named if one.track_running_stats and one.momentum != 0]
+    if moving:
+        warn(
+            f"{len(moving)} layers, such as {moving[0]!r}, move their running statistics with the new data, "
+            "which is not projected: losses of kept examples may rise. Call eval() on these layers after "
+            "model.train() or, if a trainer calls train(), set their momentum to 0."
+        )
