@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import Array, device_of, namespace, to_numpy, wide_dtype
-from gemproj._constants import DEPENDENT
+from gemproj._constants import DEPENDENT, EPS
 
 
 class Gram(NamedTuple):
@@ -157,16 +157,14 @@ def snap(lam: Array, upper: Array) -> Array:
     return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
 
 
-def smallest_pivot(K: Array, rows: Array) -> Array:
-    """Return the smallest pivot of K (..., t, t) restricted to the rows of a mask (..., t)."""
-    xp = namespace(K)
-    rest = xp.where(rows[..., :, None] & rows[..., None, :], K, identity_like(K))  # with rows of the identity
-    smallest = xp.ones_like(rest[..., 0, 0])
+def smallest_pivot(K: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the smallest pivot of K (..., t, t) restricted to the rows of a mask (..., t), in NumPy."""
+    rest = np.where(rows[..., :, None] & rows[..., None, :], K, np.eye(K.shape[-1]))
+    smallest = np.ones(rest.shape[:-2])
     for k in range(K.shape[-1]):
-        pivot = rest[..., k, k]
-        smallest = xp.minimum(smallest, pivot)
-        pivot = xp.where(pivot > DEPENDENT * xp.finfo(K.dtype).eps, pivot, xp.ones_like(pivot))
-        column = rest[..., :, k]
+        pivot, column = rest[..., k, k], rest[..., k]
+        smallest = np.minimum(smallest, pivot)
+        pivot = np.where(pivot > DEPENDENT * EPS, pivot, 1.0)
         rest = rest - column[..., :, None] * (column / pivot[..., None])[..., None, :]
     return smallest
 

@@ -1,9 +1,4 @@
-"""Certificates of given multipliers: KKT residual, duality gap, cosine and error bound.
-
-Certificates are computed from arrays of t-space. They are relative to `size`, the size of the problem, see
-`DualSolution`. They do not change if g and h, or a row of G and its entry of h, are multiplied by a positive
-number. The slack is ``s = G x - h``.
-"""
+"""An upper bound on the distance of given multipliers' x from the exact projection, in coordinates."""
 
 from __future__ import annotations
 
@@ -11,69 +6,9 @@ import math
 
 import numpy as np
 
-from gemproj._arrays import Array, namespace
 from gemproj._constants import CUTOFF, NEAR_ZERO, ROUNDING
-from gemproj._tspace import Dual, Gram, inverse, matvec
+from gemproj._tspace import Dual
 from gemproj.backends import search
-
-
-def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
-    """Return the KKT residual, the largest violation of the optimality conditions, shape (...).
-
-    It is the maximum of primal feasibility ``-s_i / (|g_i| size)``, dual feasibility ``(lower_i - lam_i)
-    |g_i| / size`` and complementarity ``(lam_i - lower_i) |s_i| / size^2``. Without a lower bound, a positive
-    slack is also a violation. With an upper bound c, s_i may be negative at lam_i = c: primal feasibility is
-    replaced by ``max(0, -s_i)`` times ``min(1, c - lam_i)``. The minimum with 1 keeps a large c from
-    magnifying the rounding of s. The lower bound -c of an equality with a penalty is treated in the same way.
-    """
-    xp = namespace(s)
-    if not s.shape[-1]:
-        return size * 0.0
-    per_size = inverse(size)[..., None]
-    s = s * inverse(norms) * per_size
-    one, zero = xp.ones_like(s), xp.zeros_like(s)
-    bounded, open_above = xp.isfinite(lower), xp.isinf(upper)
-    above = xp.where(bounded, lam - lower, zero) * norms * per_size
-    below = xp.where(open_above, zero, upper - lam) * norms * per_size
-    high, low = xp.maximum(s, zero), xp.maximum(-s, zero)
-    weight = xp.where(bounded, xp.abs(above), one)
-    # The multiplier of an equality with the penalty c lies between -c and c.
-    weight = xp.where(lower < 0, xp.minimum(weight, one), weight)
-    parts = [
-        high * weight,
-        low * xp.where(open_above, one, xp.minimum(xp.abs(below), one)),
-        low * xp.where(open_above & bounded, weight, zero),
-        xp.maximum(-above, zero),
-        xp.maximum(-below, zero),
-    ]
-    return xp.max(xp.stack([xp.max(part, axis=-1) for part in parts]), axis=0)
-
-
-def duality_gap(s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
-    """Return the duality gap, (primal - dual objective) / size^2, shape (...).
-
-    Row i contributes ``(lam - lower) max(0, s) + (upper - lam) max(0, -s)``. Without an upper bound, its
-    contribution is ``(lam - lower) s``, which is negative if the constraint is violated: the primal objective
-    contains no penalty for the violation. If x is feasible, ``|x - x*|^2 <= gap size^2``.
-    """
-    xp = namespace(s)
-    zero = xp.zeros_like(s)
-    base = xp.where(xp.isfinite(lower), lower, zero)
-    hinge = xp.where(xp.isfinite(upper), upper - base, zero) * xp.maximum(-s, zero)
-    per_size = inverse(size)[..., None]
-    return xp.sum(((lam - base) * s + hinge) * per_size * per_size, axis=-1)
-
-
-def cosine(gram: Gram, lam: Array) -> Array:
-    """Return the cosine between g and x = g + G'lam, shape (...); 1 if g is zero, 0 if only x is zero."""
-    K, b, gg = gram
-    xp = namespace(gg)
-    inner = gg + xp.sum(b * lam, axis=-1)
-    xx = inner + xp.sum(lam * (matvec(K, lam) + b), axis=-1)
-    used, one = (gg > 0) & (xx > 0), xp.ones_like(gg)
-    inner = xp.where(gg > 0, xp.where(used, inner, 0.0 * one), one)
-    gg, xx = xp.where(used, gg, one), xp.where(used, xx, one)
-    return inner / gg / xp.sqrt(xx / gg)
 
 
 def error_bound(
