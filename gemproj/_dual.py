@@ -183,7 +183,7 @@ def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
     if not rows.any():
         return sol
     where = smallest_pivot(cosines, rows) < RESOLVED**2
-    return replace(sol, _rows=from_rows(problem, sol.gram, sol._rounding, where)) if where.any() else sol
+    return replace(sol, _rows=from_rows(problem, where)) if where.any() else sol
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
@@ -225,7 +225,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
         lam, found = search(Dual(True, K, b, h, lower, upper, start))
         chosen = (found[..., 2] < (TRUST_SMALL if small else RESOLVED)) | (found[..., 0] > 0)
         if problem is not None and t and np.count_nonzero(chosen):
-            rows = from_rows(problem, measured.gram, measured.rounding, chosen).without_zeros(measured.gram)
+            rows = from_rows(problem, chosen).without_zeros(measured.gram)
             given = h, lower, upper, np.where(found[..., :1] < INFEASIBLE, lam, 0.0)
             some = [None if a is None else a[chosen] for a in given]
             lam[chosen], found[chosen] = search(Dual(False, rows.V, rows.a, *some))

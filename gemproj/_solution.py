@@ -250,8 +250,8 @@ class DualSolution:
         lam = move(self.multipliers)
         if lam is self.multipliers:
             return self
-        gram, bounds, iterations, status = map(moved, (self.gram, self.bounds, self.iterations, self._status))
-        found = replace(self, multipliers=lam, gram=gram, bounds=bounds, iterations=iterations, _status=status)
+        names = "gram", "bounds", "iterations", "_status"
+        found = replace(self, multipliers=lam, **{name: moved(getattr(self, name)) for name in names})
         object.__setattr__(found, "_fetched", self._fetched or (self, None))  # in NumPy already
         return found
 
