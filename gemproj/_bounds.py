@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,8 +29,10 @@ from gemproj._arrays import (
     is_array,
     is_real_floating,
     namespace,
+    on_host,
+    to_numpy,
 )
-from gemproj._checks import is_number, real_numbers
+from gemproj._checks import is_number, refuse_masked
 from gemproj._tspace import inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
@@ -195,24 +198,34 @@ _VALID: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 }
 
 
+def real_numbers(value: Any, name: str) -> np.ndarray:
+    """Return an option that is a number, a list or an array on the CPU as a NumPy array; raise if invalid."""
+    (kind, must, valid), found = _VALID[name], None
+    refuse_masked(value, name)
+    with suppress(TypeError, ValueError, RuntimeError):
+        found = to_numpy(value) if is_array(value) else np.asarray(value)
+    if found is None or found.dtype.kind not in "bfiu" or (found.dtype.kind == "b") != (name == "equality"):
+        raise TypeError(f"{name} must be {kind}; found {value!r}.")
+    if not (fits := valid(found)).all():
+        raise ValueError(f"{name} must be {must}; found {found[~fits].flat[0]:g}.")
+    return found
+
+
 def _per_row(value: Any, name: str, like: Array) -> Array:
-    """Return an option as an array like b, checked if it is not on a device."""
-    xp, (kind, must, valid) = namespace(like), _VALID[name]
-    found = value if is_like(value, like) else real_numbers(value, name, kind)
-    if namespace(found).isdtype(found.dtype, "bool") != (name == "equality"):
-        raise TypeError(f"{name} must be {kind}; found dtype {found.dtype}.")
-    if isinstance(found, np.ndarray):
-        if not (fits := valid(found)).all():
-            raise ValueError(f"{name} must be {must}; found {found[~fits].flat[0]:g}.")
-        found = from_numpy(found, xp, device_of(like))
+    """Return an option as an array like b."""
+    xp, device, mask = namespace(like), device_of(like), name == "equality"
+    there = is_like(value, like) and not on_host(device)
+    found = value if there else from_numpy(real_numbers(value, name), xp, device)
+    if xp.isdtype(found.dtype, "bool") != mask:
+        raise TypeError(f"{name} must be {_VALID[name][0]}; found an array of {found.dtype}.")
     # Copied, because the solution keeps this array, and the caller may change the original.
-    found = xp.astype(detach(found), found.dtype if name == "equality" else like.dtype, copy=True)
+    found = xp.astype(detach(found), found.dtype if mask else like.dtype, copy=True)
     try:
         if found.ndim == 1 and found.shape[0] != like.shape[-1]:
             raise ValueError
         return found if found.shape == like.shape else xp.broadcast_to(found, like.shape)
     except (ValueError, RuntimeError):
         raise ValueError(
-            f"{name} must be {'True, False' if name == 'equality' else 'a number'} or have shape "
-            f"{tuple(like.shape)}, one entry per constraint; found {tuple(found.shape)}."
+            f"{name} must be {'True, False' if mask else 'a number'} or have shape {tuple(like.shape)}, one "
+            f"entry per constraint; found {tuple(found.shape)}."
         ) from None

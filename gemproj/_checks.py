@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -42,16 +41,6 @@ def check_number(value: Any, name: str, low: float, *, strict: bool = False) -> 
 def is_number(value: Any) -> bool:
     """Return whether `value` is a plain real number."""
     return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
-
-
-def real_numbers(value: Any, name: str, must: str) -> np.ndarray:
-    """Convert a number, a list or an array of any library to a NumPy array of real numbers."""
-    refuse_masked(value, name)
-    with suppress(TypeError, ValueError, RuntimeError):
-        host = to_numpy(value) if is_array(value) else np.asarray(value)
-        if host.dtype.kind in "bfiu":
-            return host
-    raise TypeError(f"{name} must be {must}; found {value!r}.")
 
 
 def refuse_masked(a: Any, name: str) -> None:
