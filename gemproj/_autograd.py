@@ -17,9 +17,6 @@ from gemproj._problem import blocks_of, check_problem
 from gemproj._project import solved
 from gemproj.methods import Exact
 
-# Entries of G in a piece. The gradient of a larger piece needs new memory from the system, ten times as slow.
-PIECE = 1 << 18
-
 
 def _newton(
     x: Tensor, solution: Sequence[Tensor], G: Tensor, g: Tensor, metric: Tensor | None, h: Tensor | None,
@@ -45,24 +42,18 @@ def _newton(
     held = lam + torch.where(free, 0.0, _change(bound))
     if lam.device.type != "cpu":  # rows that are not finite were left out
         G = torch.where(G.isfinite().all(-1, keepdim=True), G, 0.0)
-    size = G.shape[-1] if torch.compiler.is_compiling() else max(64, PIECE // max(1, lam.shape[-1]))
-    given = [a for a in (G, g, x, metric) if a is not None]
-    A, start, known, *rest = ([p.to(lam.dtype) for p in a.split(size, dim=-1)] for a in given)
-    W = rest[0] if rest else [None] * len(A)
-    y = []
-    for a, w, b, v in zip(A, W, start, known, strict=True):
-        s = (held.unsqueeze(-2) @ a).squeeze(-2)
-        if w is not None:  # in float64, w (x - g) has less rounding than its sum G'lam
-            s = (((v - b) * w).detach() + _change(s)) / w
-        y.append(v + _change(b + s))
-    for last in (False, True):
-        slack: Any = sum((a @ v.unsqueeze(-1)).squeeze(-1) for a, v in zip(A, y, strict=True))
+    G, g, x = (a.to(lam.dtype) for a in (G, g, x))
+    w = None if metric is None else metric.to(lam.dtype)
+    s = (held.unsqueeze(-2) @ G).squeeze(-2)
+    if w is not None:  # in float64, w (x - g) has less rounding than its sum G'lam
+        s = (((x - g) * w).detach() + _change(s)) / w
+    y = x + _change(g + s)
+    for rows in (G, G.detach()):
+        slack = (G @ y.unsqueeze(-1)).squeeze(-1)
         step = _change(slack if h is None else slack - h).unsqueeze(-1)
-        step = (F.mT @ (F @ step)).mT
-        for k, (a, w) in enumerate(zip(A, W, strict=True)):
-            s = (step @ (a.detach() if last else a)).squeeze(-2)
-            y[k] = y[k] - (s if w is None else s / w)
-    return y[0] if len(y) == 1 else torch.cat(y, dim=-1)
+        s = ((F.mT @ (F @ step)).mT @ rows).squeeze(-2)
+        y = y - (s if w is None else s / w)
+    return y
 
 
 def _change(a: Tensor) -> Tensor:

@@ -87,11 +87,11 @@ def from_rows(problem: Problem, where: np.ndarray) -> Rows:
     factors: dict[int, Any] = {}  # by the first problem
     with problem.without_autocast():
         for lead, tile in stacked(problem):
-            first = lead[0].start if lead else 0
-            columns = namespace(tile).matrix_transpose(tile[where[lead]] if problem.batch else tile[None])
+            first, xp = lead[0].start if lead else 0, namespace(tile)
+            columns = xp.matrix_transpose(tile[where[lead]] if problem.batch else tile[None])
             if first in factors:
-                columns = namespace(tile).concat([factors[first], columns], axis=-2)
-            factors[first] = namespace(tile).linalg.qr(columns)[1]
+                columns = xp.concat([factors[first], columns], axis=-2)
+            factors[first] = np.linalg.qr(columns, "r") if problem.host else xp.linalg.qr(columns)[1]
     whole = np.concatenate([np.swapaxes(to_numpy(R), -1, -2) for R in factors.values()])
     return Rows(where, np.ascontiguousarray(whole[:, :-1]), np.ascontiguousarray(whole[:, -1]))
 

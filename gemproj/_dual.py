@@ -27,7 +27,7 @@ from gemproj._coordinates import from_rows, own_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
-from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, matvec, smallest_pivot, snap
+from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot, snap
 from gemproj.backends import search, solve_few
 from gemproj.methods import AnyMethod, Exact, Method, Status
 from gemproj.methods._method import call
@@ -215,8 +215,6 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     """
     (K, b, _), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
     t, batch, rows = b.shape[-1], b.shape[:-1], None
-    if lower is not None:
-        _check_margin(K, b, lower)
     small = problem is not None and problem.columns * (t + 1) <= SMALL
     if problem is not None and b.size and 0 < problem.columns <= t and (small or not batch):
         rows = (measured.own or own_rows(problem)).without_zeros(measured.gram)
@@ -236,19 +234,10 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
             return _search(measured, bounds.without(slight), start)
     # Without h, K and b contradict each other: there is no g with G g = b.
     lam, pivots, status = outcome(lam, found, resolved=rows is not None)
-    if h is not None and upper is not None:
-        lam = _at_penalty(lam, K, h, upper)
     sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
     if rows is not None and np.count_nonzero(loses := EPS * found[..., 3] > LOST):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
-
-
-def _at_penalty(lam: Array, K: Array, h: Array, upper: Array) -> Array:
-    """Return lam, with the penalty for rows of norm zero and h > 0: these stay violated."""
-    xp = namespace(lam)
-    void = (xp.linalg.diagonal(K) == 0) & (h > 0) & xp.isfinite(upper)
-    return xp.where(void, upper, lam)
 
 
 def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
@@ -286,17 +275,6 @@ def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.nda
     return without
 
 
-def _check_margin(K: np.ndarray, b: np.ndarray, lower: np.ndarray) -> None:
-    """Raise if ``g + G'margin`` overflows."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = b + matvec(K, np.where(np.isinf(lower), 0.0, lower))
-    if not np.isfinite(moved).all():
-        raise ValueError(
-            "margin, or the penalty of an equality, times the rows of G overflows. Lower it, or scale G "
-            "and g down."
-        )
-
-
 def _enumerate(measured: Measured, bounds: Bounds) -> DualSolution:
     """Return the exact solution of few rows on a device, which is not read."""
     K, b, gg = measured.gram
@@ -331,8 +309,6 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
         lam = lam + shift
     if bounds.upper is not None:  # the shift has rounded multipliers at their upper bound
         lam = snap(lam, bounds.upper)
-        if bounds.h is not None:
-            lam = _at_penalty(lam, K, bounds.h, bounds.upper)
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
     numbers = iterations, status  # ints stand for all problems

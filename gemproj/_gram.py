@@ -177,12 +177,8 @@ def _check_products(K: np.ndarray) -> None:
     """Raise if K is not a Gram matrix, with a tolerance of 1 % for rounded products."""
     n, t = np.sqrt(np.maximum(np.diagonal(K, axis1=-2, axis2=-1), WIDE_RANGE[0])), K.shape[-1]
     with np.errstate(over="ignore"):
-        unit, wrong = K / n[..., :, None] / n[..., None, :], ""
-    if (np.abs(unit) > 1.01).any():
-        wrong = "positive semidefinite: found K[i, j]**2 > K[i, i] * K[j, j]"
-    elif (np.abs(unit - np.swapaxes(unit, -1, -2)) > 0.01).any():
-        wrong = "symmetric: found K[i, j] != K[j, i]"
-    elif not _is_positive_definite(unit + np.swapaxes(unit, -1, -2) + 0.02 * t * np.eye(t)):
-        wrong = "positive semidefinite: found a negative eigenvalue"
-    if wrong:
-        raise ValueError(f"K must be a Gram matrix, {wrong}.")
+        unit = K / n[..., :, None] / n[..., None, :]
+    if (np.abs(unit - np.swapaxes(unit, -1, -2)) > 0.01).any():
+        raise ValueError("K must be a Gram matrix, symmetric: found K[i, j] != K[j, i].")
+    if not _is_positive_definite(unit + np.swapaxes(unit, -1, -2) + 0.02 * t * np.eye(t)):
+        raise ValueError("K must be a Gram matrix, positive semidefinite: found a negative eigenvalue.")

@@ -152,8 +152,9 @@ def solve(
         for i in range(t):
             least = lower[p, i] if len(lower) else 0.0
             most = upper[p, i] if len(upper) else np.inf
-            if norm[i] == 0.0:
-                lam[p, i] = min(max(0.0, least), most)
+            if norm[i] == 0.0:  # violated by every x if h is positive
+                violated = len(h) > 0 and h[p, i] > 0.0 and most < np.inf
+                lam[p, i] = most if violated else min(max(0.0, least), most)
             elif found[p, 0] < INFEASIBLE:  # scaling would round multipliers at a bound
                 value = lam[p, i] * (size / norm[i])
                 at_low, at_high = lam[p, i] <= low[i], lam[p, i] >= high[i]

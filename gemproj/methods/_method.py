@@ -10,8 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from gemproj._arrays import Array, detach, is_array, namespace, to_numpy
-from gemproj._constants import OPTIMAL_WITHIN
-from gemproj._tspace import clip, snap
+from gemproj._tspace import clip
 
 
 class Status(enum.IntFlag):
@@ -86,20 +85,6 @@ class Method:
             Multipliers to start from, within the bounds.
         """
         raise NotImplementedError
-
-
-def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None) -> Array:
-    """Return OPTIMAL for normalised problems that lam solves to a residual of about 1e-9, else STALLED.
-
-    The residual is the maximum of the natural residual ``|lam - clip(lam - s)|`` and of ``|lam s|``, without
-    negative slacks at the upper bound.
-    """
-    xp = namespace(lam)
-    natural = xp.abs(lam - clip(lam - s, lower, upper))
-    if upper is not None:
-        s = xp.where(snap(lam, upper) >= upper, xp.maximum(s, xp.zeros_like(s)), s)
-    met = xp.max(xp.maximum(natural, xp.abs(lam * s)), axis=-1) <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
-    return xp.astype(~met, xp.int64) * int(Status.STALLED)
 
 
 def call(

@@ -10,8 +10,8 @@ import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
 from gemproj._checks import check_count, check_number
-from gemproj._tspace import clip, normalise, snap
-from gemproj.methods._method import Method, Outcome, Status, exact_status
+from gemproj._tspace import clip, normalise
+from gemproj.methods._method import Method, Outcome, Status
 
 
 class External(Method):
@@ -58,8 +58,8 @@ class Quadprog(External):
     """Goldfarb and Idnani's dual active-set method from the quadprog package: the solver of GEM's own code.
 
     It runs on the CPU, on normalised rows, and needs the extra `qp`. It needs a positive definite matrix, so
-    a ridge is unavoidable. Here the ridge is relative to the unit diagonal of the normalised Gram matrix; in
-    GEM's own code it is absolute.
+    a ridge is unavoidable, and solutions have the status ``APPROXIMATE``. Here the ridge is relative to the
+    unit diagonal of the normalised Gram matrix; in GEM's own code it is absolute.
 
     Parameters
     ----------
@@ -87,8 +87,7 @@ class Quadprog(External):
                 f"quadprog rejects this problem ({error}). Dependent rows need a larger ridge: "
                 f"{self!r} has {self.ridge}. method='exact' needs no ridge."
             ) from error
-        lam = snap(np.clip(lam, lower, upper), upper)
-        return lam, int(iterations[0]), exact_status(lam, K @ lam + b, lower, upper)
+        return lam, int(iterations[0]), int(Status.APPROXIMATE)
 
 
 @dataclass(frozen=True)
