@@ -72,10 +72,10 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
         if (a is None and name in ("h", "penalty")) or a is False or (name == "margin" and is_zero(a)):
             a = None
         elif not isinstance(a, Tensor):
-            dtype = wide_dtype(torch, device)  # torch rounds lists to float32
-            if not torch.compiler.is_compiling():
-                a = real_numbers(a, name)
-            a = torch.as_tensor(a, dtype=torch.bool if name == "equality" else dtype, device=device)
+            # The operator refuses a boolean in the place of a number. torch rounds lists to float32.
+            mask = name == "equality" or isinstance(a, bool)
+            a = a if torch.compiler.is_compiling() else real_numbers(a, name)
+            a = torch.as_tensor(a, dtype=None if mask else wide_dtype(torch, device), device=device)
         found.append(a)
     return found
 

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from gemproj._constants import CUTOFF, NEAR_ZERO, ROUNDING
+from gemproj._constants import NEAR_ZERO, ROUNDING
+from gemproj._coordinates import dual_basis
 from gemproj._tspace import Dual
 from gemproj.backends import search
 
@@ -26,8 +27,8 @@ def error_bound(
     those of the basis, unless the entries of h contradict each other; then only weak duality gives a bound.
 
     `resolves` is the smallest angle that the coordinates resolve. Coordinates from K cannot distinguish
-    dependent rows from independent rows at smaller angles. Then weak duality bounds the error: by ``|x|`` for
-    h = 0, or by the square root of the duality gap. With coordinates from K, rounding perturbs all slacks.
+    dependent rows from independent rows at smaller angles. Then only weak duality bounds the error, by
+    ``|x|``, if x = 0 is feasible. With coordinates from K, rounding perturbs all slacks.
     """
     n = np.linalg.norm(V, axis=1)
     margin = np.where(np.isfinite(lower), np.maximum(lower, 0.0), 0.0)
@@ -47,7 +48,12 @@ def error_bound(
     if error.max() > ROUNDING * (1.0 + float(np.abs(mu).sum())):
         given = (v[None] for v in (np.ascontiguousarray(A.T), a, h, lower, upper, mu))
         mu = search(Dual(False, *given))[0][0]
-    x, moved = _settled(A, a, mu, (mu > lower) & (mu < upper), h)
+    # Move x to ``A_P'x = h_P`` for the free rows P. The distance is the rounding error of x: the new x is the
+    # exact projection of a gradient with such an error, and a projection does not increase it.
+    F, x = dual_basis(A.T, (mu > lower) & (mu < upper)), a + A @ mu
+    step = A @ F.T @ (F @ (A.T @ x - h))
+    x, moved = x - step, float(np.linalg.norm(step))
+    x = x - A @ F.T @ (F @ (A.T @ x - h))
     free, s, error = _conditions(A.T @ x - h, mu, lower, upper)
     fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
     near = free | ((s <= NEAR_ZERO) & (upper > lower))
@@ -64,24 +70,13 @@ def error_bound(
     apart = lam - mu
     step, much = float(np.linalg.norm(A @ apart)), float(np.abs(apart).sum())
     step = step + rounding * much if from_rows else math.hypot(step, math.sqrt(rounding) * much)
-    return size * min(bound + step, _weak_duality(A, a, h, lam, inside, lower, upper, rounding, from_rows))
-
-
-def _settled(
-    A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray, h: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """Move ``x = a + A lam`` to ``A_P'x = h_P`` for the free rows P; return x and the distance of this move.
-
-    The distance is the rounding error of x. The new x is the exact projection of a gradient with an error of
-    this size, and a projection does not increase such an error.
-    """
-    U, S, W = np.linalg.svd(A[:, free], full_matrices=False)
-    used = CUTOFF * np.max(S, initial=0.0) < S
-    U, x = U[:, used], a + A @ lam
-    target = W[used] @ h[free] / S[used]
-    moved = U @ (U.T @ x - target)
-    x = x - moved
-    return x - U @ (U.T @ x - target), float(np.linalg.norm(moved))
+    bound += step
+    if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # x = 0 is feasible
+        x, much = a + A @ inside, 1.0 + float(np.abs(inside).sum())
+        square = max(0.0, float(x @ x) - 2.0 * float(h @ inside)) + (0.0 if from_rows else rounding * much**2)
+        length = math.sqrt(square) + float(np.linalg.norm(A @ (lam - inside))) + rounding * much
+        bound = min(bound, length)
+    return size * bound
 
 
 def _conditions(
@@ -141,30 +136,3 @@ def _basis(
     weights[:, basis] = 0.0
     weights[:, ~near] = 0.0
     return basis, weights
-
-
-def _weak_duality(
-    A: np.ndarray,
-    a: np.ndarray,
-    h: np.ndarray,
-    lam: np.ndarray,
-    inside: np.ndarray,
-    lower: np.ndarray,
-    upper: np.ndarray,
-    rounding: float,
-    from_rows: bool,
-) -> float:
-    """Return a bound on ``|x - x*|`` from the gap between the dual objective and a known primal value."""
-    x, squared = a + A @ inside, []
-    size = 1.0 + float(np.abs(inside).sum())
-    fuzz = rounding * size
-    if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # x = 0 is feasible
-        squared.append(float(x @ x) - 2.0 * float(h @ inside))
-    if np.isfinite(upper).all() and not np.any(lower < 0):
-        s = A.T @ x - h
-        gap = inside * (np.maximum(s, 0.0) + fuzz) + (upper - inside) * (np.maximum(-s, 0.0) + fuzz)
-        squared.append(float(gap.sum()))
-    if not squared:
-        return math.inf
-    known = 0.0 if from_rows else fuzz * size  # rounding error of |x|^2 from K
-    return math.sqrt(max(0.0, min(squared)) + known) + float(np.linalg.norm(A @ (lam - inside))) + fuzz

@@ -119,7 +119,7 @@ def solve(
         for i in range(t):
             if lam[p, i] != 0.0:
                 add(moved, lam[p, i] * norm[i], unit[i])
-        size = length(moved, len(a))
+        size = np.sqrt(dot(moved, moved))
         for i in range(t):  # how far h asks x to move, see `Bounds.asked`
             wanted = abs(right[i]) if low[i] < 0.0 else right[i]
             if wanted > size:
@@ -312,7 +312,7 @@ def minimum(state: Search) -> None:
     """
     V, lam, x, y, missed, k = state.V, state.lam, state.x, state.inside, state.weights, state.count[0]
     Q, R = state.Q[:k], state.R
-    copy(state.a, x)
+    x[:] = state.a
     for i in range(len(lam)):
         if not state.free[i] and lam[i] != 0.0:
             add(x, lam[i], V[i])
@@ -389,7 +389,7 @@ def from_span(state: Search, v: Any) -> tuple[float, float]:
     """
     outside, inside, w, k, weight = state.outside, state.inside, state.weights, state.count[0], 1.0
     Q = state.Q[:k]
-    copy(v, outside)
+    outside[:] = v
     for p in range(k):
         inside[p] = 0.0
     for _ in range(2):  # twice is enough
@@ -398,11 +398,11 @@ def from_span(state: Search, v: Any) -> tuple[float, float]:
             inside[p] += w[p]
             w[p] = -w[p]
         add_rows(w, Q, outside)
-    copy(inside, w)
+    w[:] = inside
     solve_triangle(state.R, k, w)
     for p in range(k):
         weight += abs(w[p])
-    return length(outside, len(v)), weight
+    return np.sqrt(dot(outside, outside)), weight
 
 
 def release(state: Search, j: int, distance: float) -> None:
@@ -446,18 +446,18 @@ def judge(state: Search, size: float, found: Any) -> None:
         if wrong > -NEAR_ZERO * size:
             nearest = min(nearest, from_span(state, state.V[i])[0])
     total = 0.0
-    copy(state.a, outside)
+    outside[:] = state.a
     for i in range(len(lam)):
         if lam[i] != 0.0:
             add(outside, lam[i], state.V[i])
             total += abs(lam[i])
     add(outside, -1.0, x)
-    moved = length(outside, len(x))
+    moved = np.sqrt(dot(outside, outside))
     for p in range(k):
         for q in range(k):
             w[q] = 1.0 if p == q else 0.0
         solve_transposed(state.R, k, w)
-        nearest = min(nearest, 1.0 / length(w, k))
+        nearest = min(nearest, 1.0 / np.sqrt(dot(w[:k], w[:k])))
     found[0] = status if moved <= HOPELESS else status | UNRESOLVED
     found[1], found[2], found[3] = state.count[1], nearest, total
 
@@ -489,16 +489,6 @@ def solve_transposed(R: Any, k: int, y: Any) -> None:
 def dot(u: Any, v: Any) -> float:
     """Return the inner product of two vectors."""
     return float(u @ v)
-
-
-def length(v: Any, n: int) -> float:
-    """Return the Euclidean norm of the first n entries of a vector."""
-    return float(v[:n] @ v[:n]) ** 0.5
-
-
-def copy(v: Any, to: Any) -> None:
-    """Copy a vector to the beginning of another."""
-    to[: len(v)] = v
 
 
 def add(to: Any, factor: float, v: Any) -> None:
