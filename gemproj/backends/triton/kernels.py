@@ -196,4 +196,6 @@ def add_rows(
         if WEIGHTED:
             step = step / tl.load(w + j, mask=inside, other=1.0).to(tl.float64)
         value = tl.load(g + j, mask=inside, other=0.0).to(tl.float64) + step
+        if x.dtype.element_ty.primitive_bitwidth == 16:  # as the hardware does
+            value = value.to(tl.float32)
         tl.store(x + j, value.to(x.dtype.element_ty), mask=inside)
