@@ -93,8 +93,8 @@ def warn_if_missed(sol: DualSolution) -> None:
         return
     stalled = (sol._status & int(Status.STALLED)) != 0
     unsettled = stalled if sol.bounds.h is None else sol._status != 0
-    # The violation of rows without a penalty, over their norm and the size. Multipliers of nearly dependent rows
-    # have large rounding, which x need not have.
+    # The violation of rows without a penalty, over their norm and the size. Multipliers of nearly dependent
+    # rows have large rounding, which x need not have.
     s = np.where(np.isinf(sol.lower), np.abs(sol.slack()), -sol.slack())
     s = s * inverse(np.sqrt(sol.gram.K.diagonal(0, -2, -1))) * inverse(sol.size())[..., None]
     violation = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)

@@ -48,7 +48,7 @@ def solve_dual(
     metric: Blocks | None = None,
     warm_start: Array | None = None,
 ) -> DualSolution:
-    """Return the multipliers of the projection of g onto ``{x : G @ x >= h}``, with their certificates.
+    """Return the multipliers of the projection of g onto ``{x : G @ x >= h}``, and their error.
 
     The multipliers solve the dual problem, ``min 1/2 lam'K lam + (b - h)'lam, lower <= lam <= upper``, with
     ``K = G G'`` and ``b = G g``. This function takes G and g; `solve_gram` takes K and b.
@@ -112,7 +112,7 @@ def solve_dual(
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    return _certified(problem, solve(measure(problem), options, start)).to(problem.to_caller)
+    return _with_rows(problem, solve(measure(problem), options, start)).to(problem.to_caller)
 
 
 def solve_gram(
@@ -137,17 +137,16 @@ def solve_gram(
         Linear term; leading dimensions of K and b are broadcast. For many linear terms (m, t) and one K
         (t, t), K is stored once.
     gg : array, shape (...), optional
-        Squared norm of g, to which certificates are relative. The default is its lower bound
-        ``max(b_i^2 / K_ii)``. Without a margin, certificates are then never smaller than for the
-        true norm.
+        Squared norm of g, to which measures of error are relative. The default is its lower bound
+        ``max(b_i^2 / K_ii)``. Without a margin, they are then never smaller than for the true norm.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 
     Returns
     -------
     DualSolution
-        Certificates include the rounding of the narrower dtype of K and b. They do not include larger errors
-        from computing K and b, such as those of float32 sums; the certificates of `solve_dual` do.
+        Its measures of error include the rounding of the narrower dtype of K and b. They do not include
+        larger errors from computing K and b, such as those of float32 sums.
 
     Examples
     --------
@@ -167,8 +166,8 @@ def solve_gram(
     return solve(measured, options, start).to(measured.to_caller)
 
 
-def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
-    """Return a solution on the CPU, with coordinates from G for certificates that K does not resolve.
+def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
+    """Return a solution on the CPU, with coordinates from G for errors that K does not resolve.
 
     Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
     free rows; rows that are nearly active are tested with them. Another method may have missed any row.

@@ -19,7 +19,7 @@ class Status(enum.IntFlag):
     OPTIMAL = 0
     """The optimality conditions hold to rounding, which grows with the multipliers: see `kkt_residual`."""
     APPROXIMATE = 1
-    """The method is approximate by design: see the certificates for its error."""
+    """The method is approximate by design: see `DualSolution.error_bound`."""
     STALLED = 2
     """The method did not reach the accuracy of OPTIMAL within its budget of pivots or iterations; the
     multipliers are its best iterate."""

@@ -130,6 +130,6 @@ class OSQP(External):
         solved, ended = result.info.status_val == status.OSQP_SOLVED, result.info.status_val
         if solved or ended in (status.OSQP_SOLVED_INACCURATE, status.OSQP_MAX_ITER_REACHED):
             lam = np.nan_to_num(np.clip(result.x, lower, upper), nan=0.0)
-        else:  # osqp reports an unbounded problem, and its x is a certificate of unboundedness
+        else:  # osqp reports an unbounded problem, and its x is a ray
             lam = np.zeros(len(b)) if start is None else start
         return lam, int(result.info.iter), int(Status.APPROXIMATE if solved else Status.STALLED)
