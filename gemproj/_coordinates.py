@@ -1,7 +1,7 @@
 """Coordinates of the rows, on the CPU: vectors V and a with the inner products of the rows of G and of g.
 
 Coordinates from one more read of G resolve angles between rows of 1e-14; coordinates from K resolve 1e-7. The
-search of stage 2 (`gemproj._search`), the correction of x in stage 3 and the measures of error use the same ones.
+search of stage 2 (`gemproj._search`), the correction of x in stage 3 and the error bound use the same ones.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from gemproj._constants import (
     EPS,
     LOST,
     NAMED,
-    NEAR_ZERO,
     OPTIMAL_WITHIN,
     RESOLVED,
     SLIGHT,
@@ -27,7 +26,7 @@ from gemproj._coordinates import from_rows, own_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
-from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot, snap
+from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot
 from gemproj.backends import search, solve_few
 from gemproj.methods import AnyMethod, Exact, Method, Status
 from gemproj.methods._method import call
@@ -169,19 +168,13 @@ def solve_gram(
 def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
     """Return a solution on the CPU, with coordinates from G for errors that K does not resolve.
 
-    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
-    free rows; rows that are nearly active are tested with them. Another method may have missed any row.
+    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has them already:
+    it has tested its active and nearly active rows. Another method may have missed any row.
     """
-    if not problem.host or sol._rows is not None:
+    if not problem.host or sol._exact:
         return sol
     norms, cosines = unit_diagonal(sol.gram.K)
-    rows = np.broadcast_to(norms > 0, sol.multipliers.shape)
-    if sol._exact:
-        near = sol.slack() <= NEAR_ZERO * norms * np.asarray(sol.size())[..., None]
-        rows = rows & near & np.any(near & rows & ~sol.free, axis=-1, keepdims=True)
-    if not rows.any():
-        return sol
-    where = smallest_pivot(cosines, rows) < RESOLVED**2
+    where = smallest_pivot(cosines, np.broadcast_to(norms > 0, sol.multipliers.shape)) < RESOLVED**2
     return replace(sol, _rows=from_rows(problem, where)) if where.any() else sol
 
 
@@ -307,7 +300,7 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     if shift is not None:
         lam = lam + shift
     if bounds.upper is not None:  # the shift has rounded multipliers at their upper bound
-        lam = snap(lam, bounds.upper)
+        lam = xp.where(lam >= bounds.upper * (1.0 - 1e-15), bounds.upper, lam)
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
     numbers = iterations, status  # ints stand for all problems

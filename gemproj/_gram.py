@@ -105,19 +105,17 @@ def _check_finite(gram: Gram, G: str = "G", g: str = "g") -> None:
     cause = "NaN or infinity, or numbers whose squares overflow; scale it down if it is finite"
     K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
     for i in np.ndindex(gg.shape):
-        where = f"problem {i if len(i) > 1 else i[0]}" if i else ""
+        where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""
         rows = np.flatnonzero(~np.isfinite(np.diagonal(K[i])))
         if len(rows):
-            place = f" of {where}" if where else ""
             name, hold = ("row", "holds") if len(rows) == 1 else ("rows", "hold")
-            found = f"{name} {', '.join(map(str, rows))}{place}"
-            raise ValueError(f"{G} is not finite: {found}, which {hold} {cause}.")
+            named = f"{name} {', '.join(map(str, rows))}{where}"
+            raise ValueError(f"{G} is not finite: {named}, which {hold} {cause}.")
         if not np.isfinite(gg[i]):
-            raise ValueError(f"{g} is not finite{': ' + where if where else ''}; it holds {cause}.")
+            raise ValueError(f"{g}{where} is not finite: it holds {cause}.")
         if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
-            place = f" in {where}" if where else ""
             raise ValueError(
-                f"{G} and {g} are not finite, or too large{place}: products of their entries overflow. Scale "
+                f"{G} and {g}{where} are not finite, or too large: products of their entries overflow. Scale "
                 "them down."
             )
 

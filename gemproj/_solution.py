@@ -79,16 +79,11 @@ class DualSolution:
         t, batch, device = self.multipliers.shape[-1], tuple(self.gram.gg.shape), device_of(self.gram.gg)
         if not on_host(device):  # reading values would synchronise
             return f"DualSolution(t={t}, batch={batch}, on {device})"
-        status = to_numpy(self.status)
-        if batch:
-            solved = (
-                f"{np.count_nonzero(status == 0)} of {status.size} problems optimal, t={t}, batch={batch}"
-            )
-            worst = np.max(to_numpy(self.kkt_residual()), initial=0.0)
-            return f"DualSolution({solved}, largest KKT residual {worst:.0e})"
-        ended = "|".join(str(s.name).lower() for s in Status if s & int(status)) or "optimal"
-        active = f"{np.count_nonzero(to_numpy(self.active))} of {t} active"
-        return f"DualSolution({ended}, {active}, KKT residual {float(self.kkt_residual()):.0e})"
+        status, worst = to_numpy(self.status), np.max(to_numpy(self.kkt_residual()), initial=0.0)
+        found = "|".join(str(s.name).lower() for s in Status if not batch and s & int(status)) or "optimal"
+        found = f"{np.count_nonzero(status == 0)} of {status.size} problems optimal" if batch else found
+        active = f"{np.count_nonzero(to_numpy(self.active))} of {math.prod(self.multipliers.shape)} active"
+        return f"DualSolution({found}, t={t}, {active}, KKT residual {worst:.0e})"
 
     @property
     def status(self) -> Array:

@@ -73,25 +73,14 @@ class Dual(NamedTuple):
     start: Any = None
 
 
-class Unit(NamedTuple):
-    """The dual problem with constraint gradients of norm one and a linear term of size one."""
-
-    K: Array
-    b: Array
-    lower: Array | None
-    upper: Array | None
-    start: Array | None
-    scale: Array  # multipliers of the given problem = scale * multipliers of the unit problem
-
-
 def normalise(
     K: Array,
     b: Array,
     lower: Array | None = None,
     upper: Array | None = None,
     start: Array | None = None,
-) -> Unit:
-    """Return the problem with the rows of G scaled to norm one and b scaled to maximum one.
+) -> tuple[Any, ...]:
+    """Return K, b, bounds and start for rows of norm one and b of maximum one, and the multipliers' unit.
 
     A row of norm zero is not a constraint: it is decoupled from the other rows, and its multiplier is zero.
     """
@@ -109,7 +98,7 @@ def normalise(
         finite = xp.isfinite(upper)
         upper = xp.where(finite, xp.where(finite, upper, xp.zeros_like(upper)) * stretch, upper)
     start = None if start is None else start * stretch
-    return Unit(unit_K, unit_b / size, lower, upper, start, size * per_norm)
+    return unit_K, unit_b / size, lower, upper, start, size * per_norm
 
 
 def inverse(a: Array) -> Array:
@@ -149,12 +138,6 @@ def clip(lam: Array, lower: Array | None, upper: Array | None) -> Array:
     xp = namespace(lam)
     lam = xp.maximum(lam, xp.zeros_like(lam) if lower is None else lower)
     return lam if upper is None else xp.minimum(lam, upper)
-
-
-def snap(lam: Array, upper: Array) -> Array:
-    """Return lam, with multipliers that equal their upper bound to rounding set to this bound."""
-    xp = namespace(lam)
-    return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
 
 
 def smallest_pivot(K: np.ndarray, rows: np.ndarray) -> np.ndarray:

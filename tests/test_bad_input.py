@@ -29,7 +29,7 @@ WRONG_VALUES = [
     (lambda: solve_gram(np.array([[1.0, 1.0], [1.0, 0.0]]), np.ones(2)), "K must be .* semidefinite"),
     (lambda: solve_gram(np.eye(2), np.ones(2), np.array(-1.0)), "gg must be .*; found -1"),
     (lambda: solve_gram(np.full((2, 2), np.nan), np.ones(2)), "K is not finite: rows 0, 1, which hold NaN"),
-    (lambda: solve_gram(np.eye(2), np.array([[1.0, 1.0], [1.0, np.inf]])), "b is not finite: problem 1"),
+    (lambda: solve_gram(np.eye(2), np.array([[1.0, 1.0], [1.0, np.inf]])), "b of problem 1 is not finite"),
     (lambda: solve_gram(np.array([[1.0, np.nan], [np.nan, 1.0]]), np.ones(2)), "K and b are not finite"),
     (lambda: solve_gram(np.eye(2), np.ones(2), np.array(np.nan)), "gg must be .*; found nan"),
     (lambda: project(G, g, equality=np.ones(2, bool)), r"equality must be True, False or have shape \(3,\)"),
@@ -83,9 +83,6 @@ WRONG_VALUES = [
     (lambda: project(G, g, method=lambda K, b, w: b * np.nan), "multipliers that are not finite"),
     (lambda: combine(G, g, np.ones(2)), r"multipliers must have shape \(3,\).*found \(2,\)"),
     (lambda: combine(G, g, np.array([1.0, np.nan, 0.0])), "multipliers must be finite; found .*nan"),
-    (lambda: project(G, g, method=lambda K, b, w: b[:1]), "must return multipliers of the type and"),
-    (lambda: project(G, g, method=lambda K, b, w: None), "found None"),
-    (lambda: project(G, g, method=lambda K, b, w: np.ma.array(b)), "must return multipliers .*MaskedArray"),
     (lambda: gram(TENSORS[0], META), "G is on device cpu but g is on meta"),
     (lambda: PGD(steps=np.int64(-3)), "steps must be at least 1; found -3"),
     (lambda: PGD(step_size="fast"), "step_size must be 'safe' or 'power'; found 'fast'"),
@@ -96,8 +93,11 @@ WRONG_VALUES = [
     (lambda: GEM2017(memory_strength=-0.1), "memory_strength must be finite and at least 0"),
 ]
 WRONG_TYPES = [
+    (lambda: project(G, g, method=lambda K, b, w: None), "found None"),
+    (lambda: project(G, g, method=lambda K, b, w: b[:1]), "must return real multipliers of the type and"),
+    (lambda: project(G, g, method=lambda K, b, w: np.ma.array(b)), "must return .*found MaskedArray"),
     (lambda: PGD(steps=1.5), "steps must be an integer; found 1.5"),
-    (lambda: project(G, g, method=lambda K, b, w: b * 1j), "must return real numbers; found .*complex128"),
+    (lambda: project(G, g, method=lambda K, b, w: b * 1j), "must return real multipliers .*complex128"),
     (lambda: PGD(power_iterations=True), "power_iterations must be an integer"),
     (lambda: OSQP(max_iter="many"), "max_iter must be an integer; found 'many'"),
     (lambda: GEM2017(eps="tiny"), "eps must be a number"),
@@ -301,7 +301,7 @@ def test_solutions_pickle_and_tell_how_they_ended():
     sol = solve_dual(np.eye(3), -np.ones(3))
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         assert_close(pickle.loads(pickle.dumps(sol, protocol)).slack(), 0.0, atol=1e-15)
-    assert repr(sol).startswith("DualSolution(optimal, 3 of 3 active, KKT residual ")
+    assert repr(sol).startswith("DualSolution(optimal, t=3, 3 of 3 active, KKT residual ")
     assert "2 of 2 problems optimal, t=3" in repr(solve_dual(np.eye(3), -np.ones((2, 3))))
     assert "approximate" in repr(solve_dual(np.eye(3), -np.ones(3), method=PGD(steps=1)))
     with pytest.raises(AttributeError):

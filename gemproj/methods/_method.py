@@ -95,15 +95,14 @@ def call(
     K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
     like = to_caller(b + 0.0)
     lam = method(to_caller(K + 0.0), like, None if start is None else to_caller(start + 0.0))
-    if not (isinstance(lam, type(like)) and is_array(lam)) or lam.shape != like.shape:
-        found = f"{type(lam).__name__} of shape {tuple(lam.shape)}" if hasattr(lam, "shape") else repr(lam)
-        raise ValueError(
-            f"method {method!r} must return multipliers of the type and shape of b, "
+    xp = namespace(like)
+    fits = isinstance(lam, type(like)) and is_array(lam) and lam.shape == like.shape
+    if not (fits and xp.isdtype(lam.dtype, ("real floating", "integral"))):
+        found = f"{type(lam).__name__} {tuple(lam.shape)} {lam.dtype}" if hasattr(lam, "shape") else repr(lam)
+        raise TypeError(
+            f"method {method!r} must return real multipliers of the type and shape of b, "
             f"{type(like).__name__} {tuple(like.shape)}; found {found}."
         )
-    xp = namespace(like)
-    if not xp.isdtype(lam.dtype, ("real floating", "integral")):
-        raise TypeError(f"method {method!r} must return real numbers; found dtype {lam.dtype}.")
     lam = xp.astype(detach(lam), like.dtype, copy=False)
     if isinstance(b, np.ndarray):
         lam = to_numpy(lam)

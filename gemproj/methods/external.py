@@ -35,10 +35,11 @@ class External(Method):
                 f"This method needs the package {self.package}: pip install '.[qp]' in a checkout of "
                 "gemproj. method='exact' needs no package."
             ) from error
-        unit, batch, t = normalise(K, b, lower, upper, warm_start), b.shape[:-1], b.shape[-1]
+        K, unit_b, _, most, first, scale = normalise(K, b, lower, upper, warm_start)
+        batch, t = b.shape[:-1], b.shape[-1]
         lam = np.zeros((*batch, t))
-        least, most = (0.0 if lower is None else lower), (np.inf if upper is None else unit.upper)
-        given = [unit.K, unit.b, least, most, lam if warm_start is None else unit.start]
+        least, most = (0.0 if lower is None else lower), (np.inf if upper is None else most)
+        given = [K, unit_b, least, most, lam if first is None else first]
         shapes = [(*batch, t, t), *[lam.shape] * 4]
         Ks, bs, least, most, start = (
             np.broadcast_to(np.asarray(to_numpy(a), dtype=np.float64), shape)
@@ -50,7 +51,7 @@ class External(Method):
             lam[i], iterations[i], status[i] = self._solve_one(module, Ks[i], bs[i], least[i], most[i], first)
         found = clip(lam, least, most), iterations, status
         lam, iterations, status = (from_numpy(a, namespace(b), device_of(b)) for a in found)
-        return Outcome(lam * unit.scale, iterations, status)
+        return Outcome(lam * scale, iterations, status)
 
 
 @dataclass(frozen=True)
