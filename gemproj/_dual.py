@@ -15,6 +15,7 @@ from gemproj._constants import (
     EPS,
     LOST,
     NAMED,
+    NEAR_ZERO,
     OPTIMAL_WITHIN,
     RESOLVED,
     SLIGHT,
@@ -168,13 +169,17 @@ def solve_gram(
 def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
     """Return a solution on the CPU, with coordinates from G for errors that K does not resolve.
 
-    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has them already:
-    it has tested its active and nearly active rows. Another method may have missed any row.
+    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
+    free rows; rows that are nearly active are tested with them. Another method may have missed any row.
     """
-    if not problem.host or sol._exact:
+    if not problem.host or sol._rows is not None:
         return sol
     norms, cosines = unit_diagonal(sol.gram.K)
-    where = smallest_pivot(cosines, np.broadcast_to(norms > 0, sol.multipliers.shape)) < RESOLVED**2
+    rows = np.broadcast_to(norms > 0, sol.multipliers.shape)
+    if sol._exact:
+        near = sol.slack() <= NEAR_ZERO * norms * np.asarray(sol.size())[..., None]
+        rows = rows & near & np.any(near & rows & ~sol.free, axis=-1, keepdims=True)
+    where = smallest_pivot(cosines, rows) < RESOLVED**2
     return replace(sol, _rows=from_rows(problem, where)) if where.any() else sol
 
 
