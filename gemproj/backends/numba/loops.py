@@ -192,6 +192,25 @@ def write_combinations(
             _narrow(out, x[to : to + here])
 
 
+@fast
+def _turn(columns, of_column, start, tile, c):
+    """Copy eight columns to a tile; LLVM stores eight numbers at a time."""
+    t = tile.shape[0]
+    at = start + c
+    s0 = columns[at * of_column : at * of_column + t]
+    s1 = columns[(at + 1) * of_column : (at + 1) * of_column + t]
+    s2 = columns[(at + 2) * of_column : (at + 2) * of_column + t]
+    s3 = columns[(at + 3) * of_column : (at + 3) * of_column + t]
+    s4 = columns[(at + 4) * of_column : (at + 4) * of_column + t]
+    s5 = columns[(at + 5) * of_column : (at + 5) * of_column + t]
+    s6 = columns[(at + 6) * of_column : (at + 6) * of_column + t]
+    s7 = columns[(at + 7) * of_column : (at + 7) * of_column + t]
+    to = tile[:, c : c + 8]
+    for r in range(s0.size):
+        to[r, 0], to[r, 1], to[r, 2], to[r, 3] = s0[r], s1[r], s2[r], s3[r]
+        to[r, 4], to[r, 5], to[r, 6], to[r, 7] = s4[r], s5[r], s6[r], s7[r]
+
+
 @entry
 def transpose(columns, of_column, start, tile):
     """Copy columns, from column `start` on, to the rows of a tile (t, n)."""
@@ -201,9 +220,9 @@ def transpose(columns, of_column, start, tile):
         for i in range(a.size):
             a[i], b[i] = pairs[2 * i], pairs[2 * i + 1]
         return
-    for c in range(0, n, 16):  # a cache line of each row at a time
-        stop = min(c + 16, n)
+    done = n - n % 8
+    for c in range(0, done, 8):
+        _turn(columns, of_column, start, tile, c)
+    for c in range(done, n):
         for r in range(t):
-            row, at = tile[r, c:stop], (start + c) * of_column + r
-            for i in range(row.size):
-                row[i] = columns[at + i * of_column]
+            tile[r, c] = columns[(start + c) * of_column + r]
