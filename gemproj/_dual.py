@@ -214,7 +214,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     t, batch, rows = b.shape[-1], b.shape[:-1], None
     small = problem is not None and problem.columns * (t + 1) <= SMALL
     if problem is not None and b.size and 0 < problem.columns <= t and (small or not batch):
-        rows = (measured.own or own_rows(problem)).without_zeros(measured.gram)
+        rows = own_rows(problem).without_zeros(measured.gram)
         lam, found = search(Dual(False, rows.V, rows.a.reshape((*batch, -1)), h, lower, upper, start))
     else:
         lam, found = search(Dual(True, K, b, h, lower, upper, start))

@@ -20,7 +20,6 @@ from gemproj._arrays import (
 )
 from gemproj._checks import check_array
 from gemproj._constants import EPS, WIDE_RANGE, WIDE_ROUNDING
-from gemproj._coordinates import own_rows
 from gemproj._problem import Problem, check_problem
 from gemproj._tspace import Gram, Measured, inverse
 from gemproj.backends import select
@@ -55,21 +54,7 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 
 def measure(problem: Problem) -> Measured:
-    """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G.
-
-    One problem with no more columns than rows is read into memory, where it takes no more than K.
-    """
-    t = problem.t
-    if problem.host and not problem.batch and 0 < problem.columns <= t:
-        rows = own_rows(problem)
-        whole = np.concatenate([rows.V[0], rows.a])
-        with np.errstate(
-            over="ignore", invalid="ignore", under="ignore"
-        ):  # stage 2 names rows that are too large
-            total = whole @ whole.T
-        return Measured(
-            Gram(total[:t, :t], total[t, :t], total[t, t]), WIDE_ROUNDING, problem.to_caller, problem, rows
-        )
+    """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G."""
     rounding = WIDE_ROUNDING
     if not problem.host:  # there may be no float64
         rounding *= float(problem.xp.finfo(problem.wide).eps) / EPS

@@ -50,15 +50,12 @@ class Measured(NamedTuple):
     rows : Problem or None
         The problem with G and g, used to read G again if K is ill-conditioned. None if only K is given, or
         if this process has only a shard of G.
-    own : Rows or None
-        G and g as coordinates, if they have no more columns than rows.
     """
 
     gram: Gram
     rounding: float
     to_caller: Callable[[Array], Array]
     rows: Any = None
-    own: Any = None
 
 
 class Dual(NamedTuple):

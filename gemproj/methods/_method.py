@@ -29,13 +29,11 @@ class Status(enum.IntFlag):
     UNRESOLVED = 8
     """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
     projection. The exact method first solves again from G; exactly dependent rows then do not set this flag.
-    In
-    `solve_gram`, and on a device with up to 8 rows, the flag refers to K."""
+    In `solve_gram`, and on a device with up to 8 rows, the flag refers to K."""
     INFEASIBLE = 16
     """On a device with up to 8 rows: multipliers violate the optimality conditions by more than 1e-5, which
     with a right-hand side h means that no x of reasonable length satisfies ``G x >= h``. Where values are
-    read,
-    an infeasible h raises an error."""
+    read, an infeasible h raises an error."""
 
 
 class Outcome(NamedTuple):
