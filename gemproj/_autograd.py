@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from gemproj._arrays import Blocks, wide_dtype
-from gemproj._bounds import check_options, is_zero, real_numbers
+from gemproj._bounds import Options, check_options, real_numbers
 from gemproj._checks import check_metadata_of_multipliers
 from gemproj._combine import blocks_for_x
 from gemproj._problem import blocks_of, check_problem
@@ -68,8 +68,10 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
     skips = 1, lists[1][0].ndim - lists[0][0].ndim + 1, 0
     found = [_flat(a, g, skip) for a, skip in zip(lists, skips, strict=True)]
     device = found[1].device
-    for a, name in zip(options, ("h", "margin", "penalty", "equality"), strict=True):
-        if (a is None and name in ("h", "penalty")) or a is False or (name == "margin" and is_zero(a)):
+    names = "h", "margin", "penalty", "equality"
+    given = Options(None, *options).given
+    for a, name in zip(options, names, strict=True):
+        if name not in given:
             a = None
         elif not isinstance(a, Tensor):
             # The operator refuses a boolean in the place of a number. torch rounds lists to float32.

@@ -47,6 +47,14 @@ class Options:
     penalty: Any = None
     equality: Any = False
 
+    @property
+    def given(self) -> list[str]:
+        """Names of the options that are not the default."""
+        given = [] if self.h is None else ["h"]
+        if not (type(self.margin) is float or is_number(self.margin)) or self.margin:
+            given.append("margin")
+        return given + ["penalty"] * (self.penalty is not None) + ["equality"] * (self.equality is not False)
+
 
 def check_options(
     method: AnyMethod,
@@ -58,9 +66,8 @@ def check_options(
 ) -> Options:
     """Return the options of a projection, checked as far as possible without G and g."""
     options = Options(as_method(method), h, margin, penalty, equality)
-    given = {"h": h is not None, "margin": not is_zero(margin), "penalty": penalty is not None}
-    given["equality"] = equality is not False
-    check_accepted(options.method, [(name, name) for name, there in given.items() if there])
+    if given := options.given:
+        check_accepted(options.method, zip(given, given, strict=True))
     return options
 
 
@@ -151,12 +158,13 @@ def make_bounds(options: Options, like: Array) -> Bounds:
 
     Raises for options that do not broadcast and, for numbers and on the CPU, for values out of range.
     """
-    h, margin, penalty, equality = options.h, options.margin, options.penalty, options.equality
-    if h is None and penalty is None and equality is False and is_zero(margin):
+    given = options.given
+    if not given:
         return PLAIN
+    h, margin, penalty, equality = options.h, options.margin, options.penalty, options.equality
     xp = namespace(like)
     right = None if h is None else _per_row(h, "h", like)
-    lower = None if is_zero(margin) else _per_row(margin, "margin", like)
+    lower = None if "margin" not in given else _per_row(margin, "margin", like)
     upper = None if penalty is None else _per_row(penalty, "penalty", like)
     mask = None if equality is False else _per_row(equality, "equality", like)
     if isinstance(like, np.ndarray) and lower is not None and upper is not None:
@@ -174,11 +182,6 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     if lower is None:  # on a device, the method leaves out rows that are switched off
         return bounds
     return bounds._replace(lower=xp.where(bounds.off, xp.zeros_like(like), lower))
-
-
-def is_zero(margin: Any) -> bool:
-    """Return whether a margin is the number zero, the default."""
-    return is_number(margin) and not margin
 
 
 def is_like(value: Any, like: Array) -> bool:
