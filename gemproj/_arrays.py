@@ -116,8 +116,8 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
     kinds = {*map(type, arrays)} - {torch.Tensor}
     if kinds and any(hasattr(kind, "device_mesh") for kind in kinds):
         raise TypeError(
-            "Tensors must be local; found a DTensor. Use gemproj.torch.GradientProjector for sharded "
-            "parameters, or pass their to_local() to gemproj.torch.distributed.project."
+            "Tensors must be local; found a DTensor. A Keeper projects sharded gradients. Else sum "
+            "`gram` of to_local() over the processes, call `solve_gram`, and `combine` shards."
         )
     try:  # no public function tells whether tensors are sparse or wrapped by torch.func and have no memory
         for a in arrays:
