@@ -1,4 +1,4 @@
-"""Gradient projection for continual learning: exact GEM, with a certificate for every answer.
+"""Gradient projection for continual learning: exact GEM, with an error bound for every answer.
 
 Three stages: ``(G, g) -> gram -> (K, b) -> method -> multipliers -> combine -> x``.
 """

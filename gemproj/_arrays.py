@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import array_api_compat
@@ -22,20 +22,16 @@ def namespace(a: Array, *others: Array) -> Any:
     """Return the array API namespace of arrays; raise a TypeError if their libraries differ."""
     kind = type(a)
     if others and {*map(type, others)} != {kind}:  # no loop, because models have hundreds of blocks
-        return _common_namespace({type(a): a for a in (a, *others)}.values())
+        kinds = {type(a): a for a in (a, *others)}  # such as Tensor and Parameter
+        try:
+            return array_api_compat.array_namespace(*kinds.values())
+        except TypeError:
+            found = ", ".join(sorted(f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in kinds))
+            raise TypeError(f"All arrays must come from one library; found {found}.") from None
     xp = _NAMESPACES.get(kind)
     if xp is None:
         xp = _NAMESPACES[kind] = array_api_compat.array_namespace(a)
     return xp
-
-
-def _common_namespace(arrays: Collection[Array]) -> Any:
-    """Return the namespace of arrays of several types, such as Tensor and Parameter."""
-    try:
-        return array_api_compat.array_namespace(*arrays)
-    except TypeError:
-        found = sorted({f"{type(a).__module__.split('.')[0]}.{type(a).__name__}" for a in arrays})
-        raise TypeError(f"All arrays must come from one library; found {', '.join(found)}.") from None
 
 
 _NUMPY = namespace(np.empty(0))
@@ -120,8 +116,8 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
     kinds = {*map(type, arrays)} - {torch.Tensor}
     if kinds and any(hasattr(kind, "device_mesh") for kind in kinds):
         raise TypeError(
-            "Tensors must be local; found a DTensor. Use gemproj.torch.GradientProjector for sharded "
-            "parameters, or pass their to_local() to gemproj.torch.distributed.project."
+            "Tensors must be local; found a DTensor. A Keeper projects sharded gradients. Else sum "
+            "`gram` of to_local() over the processes, call `solve_gram`, and `combine` shards."
         )
     try:  # no public function tells whether tensors are sparse or wrapped by torch.func and have no memory
         for a in arrays:

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from gemproj._arrays import Blocks, wide_dtype
-from gemproj._bounds import check_options
-from gemproj._checks import check_metadata_of_multipliers, check_scalar, is_number, real_numbers
-from gemproj._combine import as_asked, blocks_for_x
-from gemproj._problem import Problem, blocks_of, check_problem
-from gemproj._project import refuse_derivative, solved
-from gemproj._solution import DualSolution
+from gemproj._bounds import Options, check_options, real_numbers
+from gemproj._checks import check_metadata_of_multipliers
+from gemproj._combine import blocks_for_x
+from gemproj._problem import blocks_of, check_problem
+from gemproj._project import solved
 from gemproj.methods import Exact
-
-# Entries of G in a piece. The gradient of a larger piece needs new memory from the system, ten times as slow.
-PIECE = 1 << 18
 
 
 def _newton(
@@ -29,7 +24,7 @@ def _newton(
 ) -> Tensor:  # fmt: skip
     """Return x as a function of all arguments but the first two, to be differentiated up to twice.
 
-    The values of x and of `solution_of` are given. The function is two Newton steps on the active set,
+    The values of x and of the solution are given. The function is two Newton steps on the active set,
 
         x <- x - W^-1 G_P' F'F (G_P x - h_P),  F'F = K_PP^-1 constant,  from  x = g + W^-1 G' lam,
 
@@ -47,34 +42,23 @@ def _newton(
     held = lam + torch.where(free, 0.0, _change(bound))
     if lam.device.type != "cpu":  # rows that are not finite were left out
         G = torch.where(G.isfinite().all(-1, keepdim=True), G, 0.0)
-    size = G.shape[-1] if torch.compiler.is_compiling() else max(64, PIECE // max(1, lam.shape[-1]))
-    given = [a for a in (G, g, x, metric) if a is not None]
-    A, start, known, *rest = ([p.to(lam.dtype) for p in a.split(size, dim=-1)] for a in given)
-    W = rest[0] if rest else [None] * len(A)
-    y = []
-    for a, w, b, v in zip(A, W, start, known, strict=True):
-        s = (held.unsqueeze(-2) @ a).squeeze(-2)
-        if w is not None:  # in float64, w (x - g) has less rounding than its sum G'lam
-            s = (((v - b) * w).detach() + _change(s)) / w
-        y.append(v + _change(b + s))
-    for last in (False, True):
-        slack: Any = sum((a @ v.unsqueeze(-1)).squeeze(-1) for a, v in zip(A, y, strict=True))
+    G, g, x = (a.to(lam.dtype) for a in (G, g, x))
+    w = None if metric is None else metric.to(lam.dtype)
+    s = (held.unsqueeze(-2) @ G).squeeze(-2)
+    if w is not None:  # in float64, w (x - g) has less rounding than its sum G'lam
+        s = (((x - g) * w).detach() + _change(s)) / w
+    y = x + _change(g + s)
+    for rows in (G, G.detach()):
+        slack = (G @ y.unsqueeze(-1)).squeeze(-1)
         step = _change(slack if h is None else slack - h).unsqueeze(-1)
-        step = (F.mT @ (F @ step)).mT
-        for k, (a, w) in enumerate(zip(A, W, strict=True)):
-            s = (step @ (a.detach() if last else a)).squeeze(-2)
-            y[k] = y[k] - (s if w is None else s / w)
-    return y[0] if len(y) == 1 else torch.cat(y, dim=-1)
+        s = ((F.mT @ (F @ step)).mT @ rows).squeeze(-2)
+        y = y - (s if w is None else s / w)
+    return y
 
 
 def _change(a: Tensor) -> Tensor:
     """Return zero, with the derivative of `a`."""
     return a - a.detach()
-
-
-def solution_of(problem: Problem, sol: DualSolution) -> list[Tensor]:
-    """Return the multipliers, the mask of the free rows P, and their dual basis F with ``F'F = K_PP^-1``."""
-    return [problem.to_caller(a) for a in (sol.multipliers, sol.free, sol.dual_basis())]
 
 
 def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list[Any]:
@@ -84,16 +68,16 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
     skips = 1, lists[1][0].ndim - lists[0][0].ndim + 1, 0
     found = [_flat(a, g, skip) for a, skip in zip(lists, skips, strict=True)]
     device = found[1].device
-    for name, a in zip(("h", "margin", "penalty", "equality"), options, strict=True):
-        if (a is None and name != "margin") or a is False or (is_number(a) and not a and name == "margin"):
+    names = "h", "margin", "penalty", "equality"
+    given = Options(None, *options).given
+    for a, name in zip(options, names, strict=True):
+        if name not in given:
             a = None
         elif not isinstance(a, Tensor):
-            if name in ("margin", "penalty") and not isinstance(a, (np.ndarray, list, tuple)):
-                check_scalar(a, name)
-            elif not torch.compiler.is_compiling():
-                a = real_numbers(a, name)
-            dtype = None if name == "equality" else wide_dtype(torch, device)  # torch rounds to float32
-            a = torch.as_tensor(a, dtype=dtype, device=device)
+            # The operator refuses a boolean in the place of a number. torch rounds lists to float32.
+            mask = name == "equality" or isinstance(a, bool)
+            a = a if torch.compiler.is_compiling() else real_numbers(a, name)
+            a = torch.as_tensor(a, dtype=None if mask else wide_dtype(torch, device), device=device)
         found.append(a)
     return found
 
@@ -103,11 +87,11 @@ def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
         return []
     if isinstance(a, (Mapping, list, tuple)) != isinstance(like, (Mapping, list, tuple)):
         raise TypeError(f"{name} and g must both be one array, or both have blocks.")
-    if isinstance(like, Mapping):
-        if not isinstance(a, Mapping) or set(a) != set(like):
-            raise ValueError(f"{name} and g must have the same keys.")
-        return [a[k] for k in like]
-    return list(blocks_of(a))
+    if not isinstance(like, Mapping):
+        return list(blocks_of(a))
+    if not isinstance(a, Mapping) or set(a) != set(like):
+        raise ValueError(f"{name} and g must have the same keys.")
+    return [a[k] for k in like]
 
 
 def _flat(blocks: Sequence[Tensor], g: Blocks, skip: int = 0) -> Any:
@@ -131,11 +115,11 @@ def _split(flat: Tensor, like: Sequence[Tensor], g: Blocks) -> list[Tensor]:
     "Tensor? equality, Tensor? warm_start) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def operator(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
-    """Return x and its `solution_of`, for arrays."""
+    """Return x, the multipliers, the mask of the free rows P, and F with ``F'F = K_PP^-1``, for arrays."""
     h, margin, penalty, equality, warm_start = options
     bounds = h, 0.0 if margin is None else margin, penalty, False if equality is None else equality
     problem, sol, [x] = solved(Exact(), None, (G, g, metric, *bounds, warm_start))
-    return x, *solution_of(problem, sol)
+    return x, *map(problem.to_caller, (sol.multipliers, sol.free, sol.dual_basis()))
 
 
 @operator.register_fake
@@ -166,21 +150,16 @@ def _uncompiled(function: Any, *args: Any, **options: Any) -> Any:
 
 
 def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tuple[Any, ...]) -> Any:
-    """Return x for the arguments of `project`: "uncompiled", with its "derivative", or by the operator."""
+    """Return x for the arguments of `project`: "uncompiled", or by the operator and with its derivative."""
     G, g, metric, h, margin, penalty, equality, warm_start = arrays
     given = {"h": h, "margin": margin, "penalty": penalty, "equality": equality}
     if route == "uncompiled":
         rest = {"metric": metric, "warm_start": warm_start, "out": out}
         return _uncompiled(project, G, g, method=method, **given, **rest)
-    if route == "derivative":
-        problem, sol, blocks = solved(method, out, arrays, derived=True)
-        x = _newton(_flat(blocks, g, len(problem.batch)), solution_of(problem, sol), *_tensors(*arrays[:-1]))
-        return as_asked(problem, _split(x, blocks, g))
     if route == "traced":  # tracing cannot follow the checks of arrays: the operator performs them
         method = Exact()
     else:
-        problem = check_problem(G, g, metric, values=False)
-        method = check_options(method, **given).method
+        method, problem = check_options(method, **given).method, check_problem(G, g, metric, values=False)
         if warm_start is not None:
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         blocks_for_x(problem, out)
@@ -188,7 +167,15 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
     smooth, constants = [a for a in tensors if a is not None], [*tensors, warm_start]
     derived = route == "transformed" or (torch.is_grad_enabled() and any(a.requires_grad for a in smooth))
     if derived := derived or any(unpack_dual(a).tangent is not None for a in smooth):
-        refuse_derivative(method, out)
+        if type(method) is not Exact:  # a class derived from it need not be exact
+            raise ValueError(
+                f"Only method 'exact' supports gradients and torch.func; method is {method!r}. Detach the "
+                "arguments, or use method='exact'."
+            )
+        if out is not None:
+            raise ValueError(
+                "out cannot be written under torch.func, or while an argument requires a gradient; detach it."
+            )
         constants = [a if a is None else a.detach() for a in constants]
     x, *solution = operator(*constants)
     blocks = _split(_newton(x, solution, *tensors) if derived else x, _blocks(g, g, "g"), g)

@@ -14,7 +14,8 @@ GEM                       ``0 <= lam``
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,8 +29,10 @@ from gemproj._arrays import (
     is_array,
     is_real_floating,
     namespace,
+    on_host,
+    to_numpy,
 )
-from gemproj._checks import check_scalar, is_number, real_numbers
+from gemproj._checks import is_number, refuse_masked
 from gemproj._tspace import inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
@@ -44,6 +47,14 @@ class Options:
     penalty: Any = None
     equality: Any = False
 
+    @property
+    def given(self) -> list[str]:
+        """Names of the options that are not the default."""
+        given = [] if self.h is None else ["h"]
+        if not (type(self.margin) is float or is_number(self.margin)) or self.margin:
+            given.append("margin")
+        return given + ["penalty"] * (self.penalty is not None) + ["equality"] * (self.equality is not False)
+
 
 def check_options(
     method: AnyMethod,
@@ -54,22 +65,10 @@ def check_options(
     equality: Any = False,
 ) -> Options:
     """Return the options of a projection, checked as far as possible without G and g."""
-    found, given = as_method(method), [] if h is None else ["h"]
-    if not (type(margin) is float and margin == 0.0):
-        check_scalar(margin, "margin")
-        given += [] if is_zero(margin) else ["margin"]
-    if penalty is not None:
-        check_scalar(penalty, "penalty")
-        given.append("penalty")
-    if equality is not False:
-        if not (equality is True or isinstance(equality, (list, tuple, np.ndarray)) or is_array(equality)):
-            raise TypeError(
-                f"equality must be True, False or an array of one boolean per constraint; found {equality!r}."
-            )
-        given.append("equality")
-    if given:
-        check_accepted(found, zip(given, given, strict=True))
-    return Options(found, h, margin, penalty, equality)
+    options = Options(as_method(method), h, margin, penalty, equality)
+    if given := options.given:
+        check_accepted(options.method, zip(given, given, strict=True))
+    return options
 
 
 def accepted(method: Any) -> Collection[str]:
@@ -157,42 +156,32 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Any, ...]:
 def make_bounds(options: Options, like: Array) -> Bounds:
     """Return the bounds that the options specify, broadcast to the shape of b (`like`).
 
-    Raises for options that do not broadcast and, on the CPU, for values out of range.
+    Raises for options that do not broadcast and, for numbers and on the CPU, for values out of range.
     """
-    h, margin, penalty, equality = options.h, options.margin, options.penalty, options.equality
-    if h is None and penalty is None and equality is False and type(margin) is float and margin == 0.0:
+    given = options.given
+    if not given:
         return PLAIN
-    none = penalty is None or (is_number(penalty) and penalty == math.inf)
-    xp, host = namespace(like), isinstance(like, np.ndarray)
+    h, margin, penalty, equality = options.h, options.margin, options.penalty, options.equality
+    xp = namespace(like)
     right = None if h is None else _per_row(h, "h", like)
-    lower = None if is_zero(margin) else _per_row(margin, "margin", like)
-    upper = None if none else _per_row(penalty, "penalty", like)
-    mask = None if equality is False else _mask(equality, like)
-    if host:
-        _check_values(right, lower, upper, mask)
+    lower = None if "margin" not in given else _per_row(margin, "margin", like)
+    upper = None if penalty is None else _per_row(penalty, "penalty", like)
+    mask = None if equality is False else _per_row(equality, "equality", like)
+    if isinstance(like, np.ndarray) and lower is not None and upper is not None:
+        held = upper < lower if mask is None else (upper < lower) & ~mask  # equalities have no margin
+        if held.any():
+            raise ValueError(f"penalty must be at least margin, {margin}; found {penalty}.")
     if mask is not None:  # a penalty on |G x - h| bounds the multiplier from both sides
         least = xp.full_like(like, -math.inf) if upper is None else -upper
         lower = xp.where(mask, least, xp.zeros_like(like) if lower is None else lower)
     bounds = Bounds(lower, upper, right)
-    if right is None or (host and np.min(right, initial=0.0) > -math.inf):
+    if right is None:
         return bounds
-    if host:
-        return bounds.without(bounds.off)
+    if isinstance(like, np.ndarray):
+        return bounds.without(bounds.off) if bounds.off.any() else bounds
     if lower is None:  # on a device, the method leaves out rows that are switched off
         return bounds
     return bounds._replace(lower=xp.where(bounds.off, xp.zeros_like(like), lower))
-
-
-def is_zero(margin: Any) -> bool:
-    """Return whether a margin is the number zero, the default."""
-    return is_number(margin) and not margin
-
-
-def _per_row(value: Any, name: str, like: Array) -> Array:
-    """Return an option as an array shaped like b."""
-    if is_number(value):
-        return namespace(like).full_like(like, float(value))
-    return _shaped(value, name, like, like.dtype)
 
 
 def is_like(value: Any, like: Array) -> bool:
@@ -202,49 +191,44 @@ def is_like(value: Any, like: Array) -> bool:
     return is_real_floating(value) or namespace(like).isdtype(value.dtype, ("bool", "integral"))
 
 
-def _mask(equality: Any, like: Array) -> Array:
-    xp = namespace(like)
-    if equality is True:
-        return xp.ones_like(like, dtype=xp.bool)
-    mask = _shaped(equality, "equality", like)
-    if not xp.isdtype(mask.dtype, "bool"):
-        raise TypeError(
-            f"equality must be True, False or an array of one boolean per constraint; found {mask.dtype}."
-        )
-    return mask
+_NUMBERS = "a number or an array of one number per constraint"
+# What an option must be, and whether values are in range.
+_VALID: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "h": (_NUMBERS, "finite, or -inf for rows without a constraint", lambda a: a < math.inf),
+    "margin": (_NUMBERS, "finite and at least 0", lambda a: (a >= 0.0) & (a < math.inf)),
+    "penalty": (_NUMBERS, "at least 0", lambda a: a >= 0.0),
+    "equality": ("True, False or an array of one boolean per constraint", "", lambda a: a | True),
+}
 
 
-def _shaped(value: Any, name: str, like: Array, dtype: Any = None) -> Array:
-    """Return `value` as an array with the library, device and shape of b."""
-    xp, device = namespace(like), device_of(like)
-    if not is_like(value, like):
-        value = from_numpy(real_numbers(value, name), xp, device)
+def real_numbers(value: Any, name: str) -> np.ndarray:
+    """Return an option that is a number, a list or an array on the CPU as a NumPy array; raise if invalid."""
+    (kind, must, valid), found = _VALID[name], None
+    refuse_masked(value, name)
+    with suppress(TypeError, ValueError, RuntimeError):
+        found = to_numpy(value) if is_array(value) else np.asarray(value)
+    if found is None or found.dtype.kind not in "bfiu" or (found.dtype.kind == "b") != (name == "equality"):
+        raise TypeError(f"{name} must be {kind}; found {value!r}.")
+    if not (fits := valid(found)).all():
+        raise ValueError(f"{name} must be {must}; found {found[~fits].flat[0]:g}.")
+    return found
+
+
+def _per_row(value: Any, name: str, like: Array) -> Array:
+    """Return an option as an array like b."""
+    xp, device, mask = namespace(like), device_of(like), name == "equality"
+    there = is_like(value, like) and not on_host(device)
+    found = value if there else from_numpy(real_numbers(value, name), xp, device)
+    if xp.isdtype(found.dtype, "bool") != mask:
+        raise TypeError(f"{name} must be {_VALID[name][0]}; found an array of {found.dtype}.")
     # Copied, because the solution keeps this array, and the caller may change the original.
-    value = xp.astype(detach(value), dtype or value.dtype, copy=True)
+    found = xp.astype(detach(found), found.dtype if mask else like.dtype, copy=True)
     try:
-        if value.ndim == 1 and value.shape[0] != like.shape[-1]:
+        if found.ndim == 1 and found.shape[0] != like.shape[-1]:
             raise ValueError
-        return value if value.shape == like.shape else xp.broadcast_to(value, like.shape)
+        return found if found.shape == like.shape else xp.broadcast_to(found, like.shape)
     except (ValueError, RuntimeError):
         raise ValueError(
-            f"{name} must be {'True, False' if name == 'equality' else 'a number'} or have shape "
-            f"{tuple(like.shape)}, one entry per constraint; "
-            f"found {tuple(value.shape)}."
+            f"{name} must be {'True, False' if mask else 'a number'} or have shape {tuple(like.shape)}, one "
+            f"entry per constraint; found {tuple(found.shape)}."
         ) from None
-
-
-def _check_values(
-    h: np.ndarray | None, margin: np.ndarray | None, penalty: np.ndarray | None, equality: np.ndarray | None
-) -> None:
-    """Raise for values out of range; called only on the CPU, where reading values does not synchronise."""
-    if h is not None and not (h < np.inf).all():
-        raise ValueError(f"h must be finite, or -inf for rows without a constraint; found {h}.")
-    if margin is not None and not np.isfinite(margin).all():
-        raise ValueError(f"margin must be finite; found {margin}.")
-    for name, value in (("margin", margin), ("penalty", penalty)):
-        if value is not None and not (value >= 0.0).all():
-            raise ValueError(f"{name} must be at least 0; found {value}.")
-    if margin is None or penalty is None:
-        return
-    if ((penalty < margin) & (True if equality is None else ~equality)).any():  # equalities have no margin
-        raise ValueError(f"penalty must be at least margin, {margin}; found {penalty}.")

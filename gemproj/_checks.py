@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any
 
@@ -42,29 +41,6 @@ def check_number(value: Any, name: str, low: float, *, strict: bool = False) -> 
 def is_number(value: Any) -> bool:
     """Return whether `value` is a plain real number."""
     return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
-
-
-def check_scalar(value: Any, name: str) -> None:
-    """Raise unless an option is a valid number or an array; `make_bounds` checks the arrays."""
-    if not is_number(value):
-        if is_array(value) or isinstance(value, (list, tuple, np.ndarray)):
-            return
-        raise TypeError(f"{name} must be a number or an array of one number per constraint; found {value!r}.")
-    if not value >= 0.0 or (value == math.inf and name == "margin"):
-        finite = "finite and " if name == "margin" else ""
-        raise ValueError(f"{name} must be {finite}at least 0; found {value}.")
-
-
-def real_numbers(value: Any, name: str) -> np.ndarray:
-    """Convert a list or an array of any library to a NumPy array of real numbers."""
-    refuse_masked(value, name)
-    try:
-        host = to_numpy(value) if is_array(value) else np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be an array, or a list of numbers: {error}") from error
-    if host.dtype.kind not in "bfiu":
-        raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
-    return host
 
 
 def refuse_masked(a: Any, name: str) -> None:

@@ -93,8 +93,12 @@ def warn_if_missed(sol: DualSolution) -> None:
         return
     stalled = (sol._status & int(Status.STALLED)) != 0
     unsettled = stalled if sol.bounds.h is None else sol._status != 0
-    # The violation of x also counts: nearly dependent rows have large multipliers with large rounding.
-    missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
+    # The violation of rows without a penalty, over their norm and the size. Multipliers of nearly dependent
+    # rows have large rounding, which x need not have.
+    s = np.where(np.isinf(sol.lower), np.abs(sol.slack()), -sol.slack())
+    s = s * inverse(np.sqrt(sol.gram.K.diagonal(0, -2, -1))) * inverse(sol.size())[..., None]
+    violation = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
+    missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), violation)
     worst = float(np.max(missed, where=unsettled, initial=0.0))
     if worst <= MISSED:
         return
@@ -110,14 +114,6 @@ def warn_if_missed(sol: DualSolution) -> None:
         RuntimeWarning,
         stacklevel=level,
     )
-
-
-def _violation(sol: DualSolution) -> np.ndarray:
-    """Return the largest violation of constraints without a penalty, (...), divided by row norm and size."""
-    s = sol.slack()
-    s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
-    worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
-    return worst * inverse(np.asarray(sol.size()))
 
 
 def slack_of(problem: Problem, h: np.ndarray | None) -> np.ndarray:

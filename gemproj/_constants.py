@@ -24,7 +24,7 @@ DEPENDENT = 45.0
 OPTIMAL_WITHIN = 4e6
 # A row counts as nearly active if its slack is below this, in units of 1 + |lam|_1.
 NEAR_ZERO = 1e-9
-# Rounding error of a slack in the certificates, in the same units.
+# Rounding error of a slack in the error bound, in the same units.
 ROUNDING = 4e-15
 # Smallest angles between rows that coordinates from G and coordinates from K resolve.
 ROWS_RESOLVE, GRAM_RESOLVES = 3e-14, 1e-7

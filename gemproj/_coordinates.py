@@ -1,7 +1,7 @@
 """Coordinates of the rows, on the CPU: vectors V and a with the inner products of the rows of G and of g.
 
 Coordinates from one more read of G resolve angles between rows of 1e-14; coordinates from K resolve 1e-7. The
-search of stage 2 (`gemproj._search`), the correction of x in stage 3 and the certificates use the same ones.
+search of stage 2 (`gemproj._search`), the correction of x in stage 3 and the error bound use the same ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import namespace, to_numpy
-from gemproj._constants import CUTOFF, SMALL
+from gemproj._constants import CUTOFF
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
@@ -68,32 +68,32 @@ def own_rows(problem: Problem) -> Rows:
     if type(g) is np.ndarray and len(problem.rows) == 1 and problem.weight is None and not problem.batch:
         whole = np.concatenate([a.reshape(-1, problem.columns) for a in (G, g)], dtype=np.float64)
     else:
-        parts = [tile.copy() for _, tile in _read(problem)]
+        with problem.without_autocast():
+            parts = [to_numpy(tile).copy() for _, tile in stacked(problem)]
         whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
     where = np.ones(problem.batch, dtype=bool)
     V, a = (whole[None, :t], whole[t:]) if problem.shared else (whole[..., :t, :], whole[..., t, :])
     return Rows(where, V.reshape(-1, t, problem.columns), a.reshape(-1, problem.columns))
 
 
-def from_rows(problem: Problem, gram: Gram, rounding: float, where: np.ndarray) -> Rows:
+def from_rows(problem: Problem, where: np.ndarray) -> Rows:
     """Return coordinates of the problems of a mask (...), from one more read of G and g.
 
-    Small problems are factorised by Householder's QR; for large ones see `_preconditioned`.
+    They are R' of a QR factorisation of the columns [G; g]', which takes one tile after the other.
     """
-    t = problem.t
-    if problem.columns * (t + 1) <= SMALL and problem.batch and not problem.shared:
-        whole = np.concatenate([_factor(tile[where[lead]]) for lead, tile in _read(problem)])
-    else:
-        K = np.broadcast_to(gram.K, (*gram.b.shape, t))
-        each = []
-        for i in map(tuple, np.argwhere(where)):
-            one, own = problem.at(i) if problem.batch else problem, Gram(K[i], gram.b[i], gram.gg[i])
-            if one.columns * (t + 1) <= SMALL:
-                each.append(_factor(np.concatenate([tile.copy() for _, tile in _read(one)], axis=-1)))
-            else:
-                each.append(_preconditioned(one, own, rounding))
-        whole = np.stack(each)
-    return Rows(where, np.ascontiguousarray(whole[:, :t]), np.ascontiguousarray(whole[:, t]))
+    if problem.batch and (problem.shared or not problem.host):
+        each = [from_rows(problem.at(tuple(i)), np.array(True)) for i in np.argwhere(where)]
+        return Rows(where, np.concatenate([r.V for r in each]), np.concatenate([r.a for r in each]))
+    factors: dict[int, Any] = {}  # by the first problem
+    with problem.without_autocast():
+        for lead, tile in stacked(problem):
+            first, xp = lead[0].start if lead else 0, namespace(tile)
+            columns = xp.matrix_transpose(tile[where[lead]] if problem.batch else tile[None])
+            if first in factors:
+                columns = xp.concat([factors[first], columns], axis=-2)
+            factors[first] = np.linalg.qr(columns, "r") if problem.host else xp.linalg.qr(columns)[1]
+    whole = np.concatenate([np.swapaxes(to_numpy(R), -1, -2) for R in factors.values()])
+    return Rows(where, np.ascontiguousarray(whole[:, :-1]), np.ascontiguousarray(whole[:, -1]))
 
 
 def from_gram(gram: Gram) -> np.ndarray:
@@ -121,40 +121,6 @@ def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
     used = CUTOFF * np.max(S, initial=0.0) < S
     found[: np.count_nonzero(used), free] = (U[:, used] / S[used]).T * inverse(n)
     return found
-
-
-def _read(problem: Problem) -> Any:
-    """Yield the tiles of [G; g] in float64, as NumPy arrays."""
-    with problem.without_autocast():
-        for lead, tile in stacked(problem):
-            yield lead, to_numpy(tile)
-
-
-def _factor(rows: np.ndarray) -> np.ndarray:
-    """Return coordinates (..., t + 1, m) of rows (..., t + 1, d): R' of a QR factorisation."""
-    R: Any = np.linalg.qr(np.swapaxes(rows, -1, -2), mode="r")
-    return np.swapaxes(R, -1, -2)
-
-
-def _preconditioned(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
-    """Return coordinates (t + 1, t + 1) of a large problem, as in CholeskyQR2.
-
-    Rows are multiplied by the inverse root of K, tile by tile, and the Gram matrix of the result, which is
-    close to the identity, is factorised.
-    """
-    n, cosines = unit_diagonal(_whole(gram))
-    squares, basis = np.linalg.eigh(cosines)
-    # Eigenvalues below the rounding of K are noise. For their rows, any finite scale suffices.
-    scale = np.sqrt(np.maximum(squares, (problem.t + 1) * rounding))
-    forward, backward = (basis / scale).T * inverse(n), n[:, None] * basis * scale
-    total: Any = 0.0
-    with problem.without_autocast():
-        for _, tile in stacked(problem):
-            rows = (forward if problem.host else problem.to_caller(forward)) @ tile
-            total = total + rows @ namespace(rows).matrix_transpose(rows)
-    n, cosines = unit_diagonal(to_numpy(total))
-    squares, basis = np.linalg.eigh(cosines)
-    return (backward * n) @ (basis * np.sqrt(np.maximum(squares, 0.0)))
 
 
 def _whole(gram: Gram) -> np.ndarray:

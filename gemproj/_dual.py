@@ -27,7 +27,7 @@ from gemproj._coordinates import from_rows, own_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
-from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, matvec, smallest_pivot, snap
+from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot
 from gemproj.backends import search, solve_few
 from gemproj.methods import AnyMethod, Exact, Method, Status
 from gemproj.methods._method import call
@@ -48,7 +48,7 @@ def solve_dual(
     metric: Blocks | None = None,
     warm_start: Array | None = None,
 ) -> DualSolution:
-    """Return the multipliers of the projection of g onto ``{x : G @ x >= h}``, with their certificates.
+    """Return the multipliers of the projection of g onto ``{x : G @ x >= h}``, and their error.
 
     The multipliers solve the dual problem, ``min 1/2 lam'K lam + (b - h)'lam, lower <= lam <= upper``, with
     ``K = G G'`` and ``b = G g``. This function takes G and g; `solve_gram` takes K and b.
@@ -112,7 +112,7 @@ def solve_dual(
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    return _certified(problem, solve(measure(problem), options, start)).to(problem.to_caller)
+    return _with_rows(problem, solve(measure(problem), options, start)).to(problem.to_caller)
 
 
 def solve_gram(
@@ -137,17 +137,16 @@ def solve_gram(
         Linear term; leading dimensions of K and b are broadcast. For many linear terms (m, t) and one K
         (t, t), K is stored once.
     gg : array, shape (...), optional
-        Squared norm of g, to which certificates are relative. The default is its lower bound
-        ``max(b_i^2 / K_ii)``. Without a margin, certificates are then never smaller than for the
-        true norm.
+        Squared norm of g, to which measures of error are relative. The default is its lower bound
+        ``max(b_i^2 / K_ii)``. Without a margin, they are then never smaller than for the true norm.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 
     Returns
     -------
     DualSolution
-        Certificates include the rounding of the narrower dtype of K and b. They do not include larger errors
-        from computing K and b, such as those of float32 sums; the certificates of `solve_dual` do.
+        Its measures of error include the rounding of the narrower dtype of K and b. They do not include
+        larger errors from computing K and b, such as those of float32 sums.
 
     Examples
     --------
@@ -167,8 +166,8 @@ def solve_gram(
     return solve(measured, options, start).to(measured.to_caller)
 
 
-def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
-    """Return a solution on the CPU, with coordinates from G for certificates that K does not resolve.
+def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
+    """Return a solution on the CPU, with coordinates from G for errors that K does not resolve.
 
     Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
     free rows; rows that are nearly active are tested with them. Another method may have missed any row.
@@ -180,10 +179,8 @@ def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
     if sol._exact:
         near = sol.slack() <= NEAR_ZERO * norms * np.asarray(sol.size())[..., None]
         rows = rows & near & np.any(near & rows & ~sol.free, axis=-1, keepdims=True)
-    if not rows.any():
-        return sol
     where = smallest_pivot(cosines, rows) < RESOLVED**2
-    return replace(sol, _rows=from_rows(problem, sol.gram, sol._rounding, where)) if where.any() else sol
+    return replace(sol, _rows=from_rows(problem, where)) if where.any() else sol
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
@@ -215,17 +212,15 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     """
     (K, b, _), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
     t, batch, rows = b.shape[-1], b.shape[:-1], None
-    if lower is not None:
-        _check_margin(K, b, lower)
     small = problem is not None and problem.columns * (t + 1) <= SMALL
     if problem is not None and b.size and 0 < problem.columns <= t and (small or not batch):
-        rows = (measured.own or own_rows(problem)).without_zeros(measured.gram)
+        rows = own_rows(problem).without_zeros(measured.gram)
         lam, found = search(Dual(False, rows.V, rows.a.reshape((*batch, -1)), h, lower, upper, start))
     else:
         lam, found = search(Dual(True, K, b, h, lower, upper, start))
         chosen = (found[..., 2] < (TRUST_SMALL if small else RESOLVED)) | (found[..., 0] > 0)
         if problem is not None and t and np.count_nonzero(chosen):
-            rows = from_rows(problem, measured.gram, measured.rounding, chosen).without_zeros(measured.gram)
+            rows = from_rows(problem, chosen).without_zeros(measured.gram)
             given = h, lower, upper, np.where(found[..., :1] < INFEASIBLE, lam, 0.0)
             some = [None if a is None else a[chosen] for a in given]
             lam[chosen], found[chosen] = search(Dual(False, rows.V, rows.a, *some))
@@ -236,19 +231,10 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
             return _search(measured, bounds.without(slight), start)
     # Without h, K and b contradict each other: there is no g with G g = b.
     lam, pivots, status = outcome(lam, found, resolved=rows is not None)
-    if h is not None and upper is not None:
-        lam = _at_penalty(lam, K, h, upper)
     sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
     if rows is not None and np.count_nonzero(loses := EPS * found[..., 3] > LOST):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
-
-
-def _at_penalty(lam: Array, K: Array, h: Array, upper: Array) -> Array:
-    """Return lam, with the penalty for rows of norm zero and h > 0: these stay violated."""
-    xp = namespace(lam)
-    void = (xp.linalg.diagonal(K) == 0) & (h > 0) & xp.isfinite(upper)
-    return xp.where(void, upper, lam)
 
 
 def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
@@ -286,17 +272,6 @@ def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.nda
     return without
 
 
-def _check_margin(K: np.ndarray, b: np.ndarray, lower: np.ndarray) -> None:
-    """Raise if ``g + G'margin`` overflows."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = b + matvec(K, np.where(np.isinf(lower), 0.0, lower))
-    if not np.isfinite(moved).all():
-        raise ValueError(
-            "margin, or the penalty of an equality, times the rows of G overflows. Lower it, or scale G "
-            "and g down."
-        )
-
-
 def _enumerate(measured: Measured, bounds: Bounds) -> DualSolution:
     """Return the exact solution of few rows on a device, which is not read."""
     K, b, gg = measured.gram
@@ -330,9 +305,7 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     if shift is not None:
         lam = lam + shift
     if bounds.upper is not None:  # the shift has rounded multipliers at their upper bound
-        lam = snap(lam, bounds.upper)
-        if bounds.h is not None:
-            lam = _at_penalty(lam, K, bounds.h, bounds.upper)
+        lam = xp.where(lam >= bounds.upper * (1.0 - 1e-15), bounds.upper, lam)
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
     numbers = iterations, status  # ints stand for all problems

@@ -20,7 +20,6 @@ from gemproj._arrays import (
 )
 from gemproj._checks import check_array
 from gemproj._constants import EPS, WIDE_RANGE, WIDE_ROUNDING
-from gemproj._coordinates import own_rows
 from gemproj._problem import Problem, check_problem
 from gemproj._tspace import Gram, Measured, inverse
 from gemproj.backends import select
@@ -55,21 +54,7 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 
 def measure(problem: Problem) -> Measured:
-    """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G.
-
-    One problem with no more columns than rows is read into memory, where it takes no more than K.
-    """
-    t = problem.t
-    if problem.host and not problem.batch and 0 < problem.columns <= t:
-        rows = own_rows(problem)
-        whole = np.concatenate([rows.V[0], rows.a])
-        with np.errstate(
-            over="ignore", invalid="ignore", under="ignore"
-        ):  # stage 2 names rows that are too large
-            total = whole @ whole.T
-        return Measured(
-            Gram(total[:t, :t], total[t, :t], total[t, t]), WIDE_ROUNDING, problem.to_caller, problem, rows
-        )
+    """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G."""
     rounding = WIDE_ROUNDING
     if not problem.host:  # there may be no float64
         rounding *= float(problem.xp.finfo(problem.wide).eps) / EPS
@@ -105,19 +90,17 @@ def _check_finite(gram: Gram, G: str = "G", g: str = "g") -> None:
     cause = "NaN or infinity, or numbers whose squares overflow; scale it down if it is finite"
     K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
     for i in np.ndindex(gg.shape):
-        where = f"problem {i if len(i) > 1 else i[0]}" if i else ""
+        where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""
         rows = np.flatnonzero(~np.isfinite(np.diagonal(K[i])))
         if len(rows):
-            place = f" of {where}" if where else ""
             name, hold = ("row", "holds") if len(rows) == 1 else ("rows", "hold")
-            found = f"{name} {', '.join(map(str, rows))}{place}"
-            raise ValueError(f"{G} is not finite: {found}, which {hold} {cause}.")
+            named = f"{name} {', '.join(map(str, rows))}{where}"
+            raise ValueError(f"{G} is not finite: {named}, which {hold} {cause}.")
         if not np.isfinite(gg[i]):
-            raise ValueError(f"{g} is not finite{': ' + where if where else ''}; it holds {cause}.")
+            raise ValueError(f"{g}{where} is not finite: it holds {cause}.")
         if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
-            place = f" in {where}" if where else ""
             raise ValueError(
-                f"{G} and {g} are not finite, or too large{place}: products of their entries overflow. Scale "
+                f"{G} and {g}{where} are not finite, or too large: products of their entries overflow. Scale "
                 "them down."
             )
 
@@ -177,12 +160,8 @@ def _check_products(K: np.ndarray) -> None:
     """Raise if K is not a Gram matrix, with a tolerance of 1 % for rounded products."""
     n, t = np.sqrt(np.maximum(np.diagonal(K, axis1=-2, axis2=-1), WIDE_RANGE[0])), K.shape[-1]
     with np.errstate(over="ignore"):
-        unit, wrong = K / n[..., :, None] / n[..., None, :], ""
-    if (np.abs(unit) > 1.01).any():
-        wrong = "positive semidefinite: found K[i, j]**2 > K[i, i] * K[j, j]"
-    elif (np.abs(unit - np.swapaxes(unit, -1, -2)) > 0.01).any():
-        wrong = "symmetric: found K[i, j] != K[j, i]"
-    elif not _is_positive_definite(unit + np.swapaxes(unit, -1, -2) + 0.02 * t * np.eye(t)):
-        wrong = "positive semidefinite: found a negative eigenvalue"
-    if wrong:
-        raise ValueError(f"K must be a Gram matrix, {wrong}.")
+        unit = K / n[..., :, None] / n[..., None, :]
+    if (np.abs(unit - np.swapaxes(unit, -1, -2)) > 0.01).any():
+        raise ValueError("K must be a Gram matrix, symmetric: found K[i, j] != K[j, i].")
+    if not _is_positive_definite(unit + np.swapaxes(unit, -1, -2) + 0.02 * t * np.eye(t)):
+        raise ValueError("K must be a Gram matrix, positive semidefinite: found a negative eigenvalue.")

@@ -103,33 +103,18 @@ def project(
 
 
 def solved(
-    method: AnyMethod, out: Blocks | None, arrays: tuple[Any, ...], derived: bool = False
+    method: AnyMethod, out: Blocks | None, arrays: tuple[Any, ...]
 ) -> tuple[Problem, DualSolution, list[Array]]:
-    """Return the problem, its solution and the blocks of x; `derived` refuses what has no derivative."""
+    """Return the problem, its solution and the blocks of x."""
     G, g, metric, h, margin, penalty, equality, warm_start = arrays
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     problem = check_problem(G, g, metric)
     x = blocks_for_x(problem, out)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    if derived:
-        refuse_derivative(options.method, out)
     sol = solve(measure(problem), options, start)
     warn_if_missed(sol)
     combine_into(problem, sol, x)
     return problem, sol, x
-
-
-def refuse_derivative(method: Any, out: Blocks | None) -> None:
-    """Raise for a method without a derivative, and for `out`."""
-    if type(method) is not Exact:  # a class derived from it need not be exact
-        raise ValueError(
-            f"Only method 'exact' supports gradients and torch.func; method is {method!r}. Detach the "
-            "arguments, or use method='exact'."
-        )
-    if out is not None:
-        raise ValueError(
-            "out cannot be written under torch.func, or while an argument requires a gradient; detach it."
-        )
 
 
 def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
@@ -157,12 +142,11 @@ def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
         return "recorded"
     recorded = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
     if recorded and any(a.requires_grad for a in tensors if a is not arrays[-1]):  # not the warm start
-        return "derivative"
+        return "recorded"
     # Outside of a level of forward-mode differentiation, `unpack_dual` returns its argument.
     unpack = torch.autograd.forward_ad.unpack_dual
-    if unpack(tensors[0]).primal is not tensors[0]:
-        return "derivative" if any(unpack(a).tangent is not None for a in tensors) else ""
-    return ""
+    forward = unpack(tensors[0]).primal is not tensors[0]
+    return "recorded" if forward and any(unpack(a).tangent is not None for a in tensors) else ""
 
 
 def _lacks_values(torch: Any, a: Any) -> bool:

@@ -119,7 +119,7 @@ def solve(
         for i in range(t):
             if lam[p, i] != 0.0:
                 add(moved, lam[p, i] * norm[i], unit[i])
-        size = length(moved, len(a))
+        size = np.sqrt(dot(moved, moved))
         for i in range(t):  # how far h asks x to move, see `Bounds.asked`
             wanted = abs(right[i]) if low[i] < 0.0 else right[i]
             if wanted > size:
@@ -152,8 +152,9 @@ def solve(
         for i in range(t):
             least = lower[p, i] if len(lower) else 0.0
             most = upper[p, i] if len(upper) else np.inf
-            if norm[i] == 0.0:
-                lam[p, i] = min(max(0.0, least), most)
+            if norm[i] == 0.0:  # violated by every x if h is positive
+                violated = len(h) > 0 and h[p, i] > 0.0 and most < np.inf
+                lam[p, i] = most if violated else min(max(0.0, least), most)
             elif found[p, 0] < INFEASIBLE:  # scaling would round multipliers at a bound
                 value = lam[p, i] * (size / norm[i])
                 at_low, at_high = lam[p, i] <= low[i], lam[p, i] >= high[i]
@@ -401,7 +402,7 @@ def from_span(state: Search, v: Any) -> tuple[float, float]:
     solve_triangle(state.R, k, w)
     for p in range(k):
         weight += abs(w[p])
-    return length(outside, len(v)), weight
+    return np.sqrt(dot(outside, outside)), weight
 
 
 def release(state: Search, j: int, distance: float) -> None:
@@ -451,12 +452,12 @@ def judge(state: Search, size: float, found: Any) -> None:
             add(outside, lam[i], state.V[i])
             total += abs(lam[i])
     add(outside, -1.0, x)
-    moved = length(outside, len(x))
+    moved = np.sqrt(dot(outside, outside))
     for p in range(k):
         for q in range(k):
             w[q] = 1.0 if p == q else 0.0
         solve_transposed(state.R, k, w)
-        nearest = min(nearest, 1.0 / length(w, k))
+        nearest = min(nearest, 1.0 / np.sqrt(dot(w[:k], w[:k])))
     found[0] = status if moved <= HOPELESS else status | UNRESOLVED
     found[1], found[2], found[3] = state.count[1], nearest, total
 
@@ -490,14 +491,9 @@ def dot(u: Any, v: Any) -> float:
     return float(u @ v)
 
 
-def length(v: Any, n: int) -> float:
-    """Return the Euclidean norm of the first n entries of a vector."""
-    return float(v[:n] @ v[:n]) ** 0.5
-
-
 def copy(v: Any, to: Any) -> None:
-    """Copy a vector to the beginning of another."""
-    to[: len(v)] = v
+    """Copy a vector to another."""
+    to[:] = v
 
 
 def add(to: Any, factor: float, v: Any) -> None:

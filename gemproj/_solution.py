@@ -1,15 +1,15 @@
-"""`DualSolution`, the result of stage 2: multipliers and their certificates."""
+"""`DualSolution`, the result of stage 2: multipliers, and measures of their error."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
-from gemproj import _certificate
 from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
 from gemproj._bounds import Bounds
 from gemproj._constants import (
@@ -22,14 +22,26 @@ from gemproj._constants import (
     ROWS_RESOLVE,
     WIDE_ROUNDING,
 )
-from gemproj._coordinates import Rows, dual_basis, from_gram
-from gemproj._tspace import Gram, drop_rows, inverse, matvec, smallest_pivot
+from gemproj._coordinates import Rows, dual_basis, from_gram, unit_diagonal
+from gemproj._error_bound import error_bound
+from gemproj._tspace import Gram, drop_rows, fetch, inverse, matvec, smallest_pivot
 from gemproj.methods._method import Status
+
+
+def in_numpy(function: Callable[[Any], Any]) -> Callable[[DualSolution], Array]:
+    """Compute a method of `DualSolution` in NumPy, and return the result as an array like `multipliers`."""
+
+    @wraps(function)
+    def anywhere(self: DualSolution) -> Array:
+        lam = self.multipliers
+        return from_numpy(function(self.on_host()), namespace(lam), device_of(lam))
+
+    return anywhere
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class DualSolution:
-    """Multipliers of the constraints, with certificates that are computed on demand.
+    """Multipliers of the constraints, with measures of their error that are computed on demand.
 
     Attributes
     ----------
@@ -44,9 +56,12 @@ class DualSolution:
 
     Notes
     -----
-    Certificates are relative to the size of the problem: the norm of g (with a margin, the norm of
+    Measures of error are relative to the size of the problem: the norm of g (with a margin, the norm of
     ``g + G.T @ margin``). With h, the size is at least the largest ``h_i / |g_i|``. The rounding of K limits
-    the accuracy of certificates to 3e-14, or to 8e-6 if products of a large problem were summed in float32.
+    their accuracy to 3e-14.
+
+    All but the attributes is computed by NumPy. The first time, a device is read in one copy of t*t numbers,
+    which synchronises.
     """
 
     multipliers: Array
@@ -58,60 +73,61 @@ class DualSolution:
     # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
     _rows: Rows | None = None
-    _finite: Any = field(default=None, init=False)  # on a device, see `_known`
+    _fetched: Any = field(default=None, init=False)  # see `on_host`
 
     def __repr__(self) -> str:
         t, batch, device = self.multipliers.shape[-1], tuple(self.gram.gg.shape), device_of(self.gram.gg)
         if not on_host(device):  # reading values would synchronise
             return f"DualSolution(t={t}, batch={batch}, on {device})"
-        status = to_numpy(self.status)
-        if batch:
-            solved = (
-                f"{np.count_nonzero(status == 0)} of {status.size} problems optimal, t={t}, batch={batch}"
-            )
-            worst = np.max(to_numpy(self.kkt_residual()), initial=0.0)
-            return f"DualSolution({solved}, largest KKT residual {worst:.0e})"
-        ended = "|".join(str(s.name).lower() for s in Status if s & int(status)) or "optimal"
-        active = f"{np.count_nonzero(to_numpy(self.active))} of {t} active"
-        return f"DualSolution({ended}, {active}, KKT residual {float(self.kkt_residual()):.0e})"
+        status, worst = to_numpy(self.status), np.max(to_numpy(self.kkt_residual()), initial=0.0)
+        found = "|".join(str(s.name).lower() for s in Status if not batch and s & int(status)) or "optimal"
+        found = f"{np.count_nonzero(status == 0)} of {status.size} problems optimal" if batch else found
+        active = f"{np.count_nonzero(to_numpy(self.active))} of {math.prod(self.multipliers.shape)} active"
+        return f"DualSolution({found}, t={t}, {active}, KKT residual {worst:.0e})"
 
     @property
     def status(self) -> Array:
         """Status of each problem, a `gemproj.Status` as int, shape (...)."""
         if self._status is None:
-            object.__setattr__(self, "_status", self._status_on_device())
+            lam = self.multipliers
+            within = OPTIMAL_WITHIN * float(namespace(lam).finfo(lam.dtype).eps)
+            found = self.on_host()._status_of_few(within, to_numpy(self._fetched[1]))
+            object.__setattr__(self, "_status", from_numpy(found, namespace(lam), device_of(lam)))
         return self._status
 
     @property
-    def lower(self) -> Array:
+    @in_numpy
+    def lower(self) -> Any:
         """Lower bounds, shape (..., t): 0, the margin, or -inf or -penalty for an equality."""
         lam, lower = self.multipliers, self.bounds.lower
-        return namespace(lam).zeros_like(lam) if lower is None else lower
+        return np.zeros_like(lam) if lower is None else lower
 
     @property
-    def upper(self) -> Array:
+    @in_numpy
+    def upper(self) -> Any:
         """Upper bounds of the multipliers, shape (..., t): infinity, or the penalty."""
         lam, upper = self.multipliers, self.bounds.upper
-        return namespace(lam).full_like(lam, math.inf) if upper is None else upper
+        return np.full_like(lam, math.inf) if upper is None else upper
 
     @property
-    def active(self) -> Array:
+    @in_numpy
+    def active(self) -> Any:
         """Boolean (..., t): True for constraints whose multiplier is above its lower bound.
 
         An equality constraint is active if its multiplier is not zero.
         """
-        lam, lower = self.multipliers, self.bounds.lower
-        return lam > 0 if lower is None else namespace(lam).where(lower < 0, lam != 0, lam > lower)
+        return np.where(self.lower < 0, self.multipliers != 0, self.multipliers > self.lower)
 
     @property
-    def violated(self) -> Array:
+    @in_numpy
+    def violated(self) -> Any:
         """Boolean (..., t): True for constraints that g violates."""
-        lower, _, h = self.bounds
-        s = self.gram.b if h is None else self.gram.b - h
-        return s < 0 if lower is None else (s < 0) | ((lower < 0) & (s > 0))
+        s = self.gram.b if self.bounds.h is None else self.gram.b - self.bounds.h
+        return (s < 0) | ((self.lower < 0) & (s > 0))
 
     @property
-    def free(self) -> Array:
+    @in_numpy
+    def free(self) -> Any:
         """Boolean (..., t): True for rows with a multiplier strictly between its bounds (and slack zero)."""
         return (self.multipliers > self.lower) & (self.multipliers < self.upper)
 
@@ -121,62 +137,104 @@ class DualSolution:
         return self.status == 0
 
     @property
-    def refined(self) -> Array:
+    @in_numpy
+    def refined(self) -> Any:
         """Boolean (...): True for problems that were solved in coordinates from G instead of K.
 
         These are problems whose K is ill-conditioned, and those with no more columns than rows.
         """
-        gg = self.gram.gg
-        where = np.zeros(tuple(gg.shape), dtype=bool) if self._rows is None else self._rows.where
-        return from_numpy(where, namespace(gg), device_of(gg))
+        return np.zeros(np.shape(self.gram.gg), dtype=bool) if self._rows is None else self._rows.where
 
-    def slack(self) -> Array:
+    @in_numpy
+    def slack(self) -> Any:
         """Return ``G @ x - h``, shape (..., t); negative where x violates a constraint."""
         s, off = self._slack()[0], self.bounds.off
-        return s if off is None else namespace(s).where(off, math.inf, s)
+        return s if off is None else np.where(off, math.inf, s)
 
-    def kkt_residual(self) -> Array:
+    @in_numpy
+    def kkt_residual(self) -> Any:
         """Return the largest scale-free violation of the optimality conditions, shape (...).
+
+        It is the maximum of primal feasibility ``-s_i / (|g_i| size)``, dual feasibility ``(lower_i - lam_i)
+        |g_i| / size`` and complementarity ``(lam_i - lower_i) |s_i| / size^2``, with the slack ``s = G x -
+        h``. Without a lower bound, a positive slack is also a violation. With an upper bound c, primal
+        feasibility is multiplied by ``min(1, c - lam_i)``. (The minimum keeps a large c from magnifying the
+        rounding of s.) The lower bound -c of an equality with a penalty is treated in the same way.
 
         If the solution was computed from G, this is the residual of the float64 x that `project` returns. It
         includes the distance of x from ``g + G.T @ lam``, which is caused by rounding of large multipliers.
         """
-        s, moved = self._slack()
-        size, xp = self.size(), namespace(s)
-        norms = xp.sqrt(xp.linalg.diagonal(self._gram().K))
-        found = _certificate.kkt_residual(norms, s, size, self.multipliers, self.lower, self.upper)
-        return self._or_infinity(xp.maximum(found, moved * inverse(size)))
+        (s, moved), size, norms = self._slack(), self.size(), self._norms()
+        lam, lower, upper = self.multipliers, self.lower, self.upper
+        per_size, bounded, open_above = inverse(size)[..., None], np.isfinite(lower), np.isinf(upper)
+        s = s * inverse(norms) * per_size
+        above = np.where(bounded, lam - lower, 0.0) * norms * per_size
+        below = np.where(open_above, 0.0, upper - lam) * norms * per_size
+        high = np.where(bounded, np.abs(above), 1.0)
+        high = np.where(lower < 0, np.minimum(high, 1.0), high)
+        low = np.where(open_above, np.maximum(high, 1.0), np.minimum(np.abs(below), 1.0))
+        wrong = np.maximum(np.where(s > 0, s * high, -s * low), np.maximum(-above, -below))
+        return self._or_infinity(np.maximum(np.max(wrong, axis=-1, initial=0.0), moved * inverse(size)))
 
-    def duality_gap(self) -> Array:
-        """Return (primal - dual objective) / size^2, shape (...); can be negative if x is infeasible."""
-        (s, moved), size = self._slack(), self.size()
-        gap = _certificate.duality_gap(s, size, self.multipliers, self.lower, self.upper)
-        return self._or_infinity(gap + (moved * inverse(size)) ** 2)
+    @in_numpy
+    def duality_gap(self) -> Any:
+        """Return (primal - dual objective) / size^2, shape (...); can be negative if x is infeasible.
 
-    def error_bound(self) -> Array:
-        """Return an upper bound on ``|x - x*| / |g|``, shape (...). Synchronises a device.
+        Row i contributes ``(lam - lower) max(0, s) + (upper - lam) max(0, -s)``. Without an upper bound, its
+        contribution is ``(lam - lower) s``, which is negative if the constraint is violated: the primal
+        objective contains no penalty for the violation. If x is feasible, ``|x - x*|^2 <= gap size^2``.
+        """
+        (s, moved), per_size, upper = self._slack(), inverse(self.size()), self.upper
+        base = np.where(np.isfinite(self.lower), self.lower, 0.0)
+        hinge = np.where(np.isfinite(upper), upper - base, 0.0) * np.maximum(-s, 0.0)
+        gap = np.sum(((self.multipliers - base) * s + hinge) * (per_size * per_size)[..., None], axis=-1)
+        return self._or_infinity(gap + (moved * per_size) ** 2)
+
+    @in_numpy
+    def error_bound(self) -> Any:
+        """Return an upper bound on ``|x - x*| / |g|``, shape (...).
 
         x* is the exact projection for rows perturbed by rounding. The bound applies to the x that `combine`
         computes in float64, before rounding to the dtype of g. If K does not determine the solution (nearly
         dependent rows, on a device), the bound is ``|x|``.
         """
-        gram, size = Gram(*map(to_numpy, self._gram())), to_numpy(self.size())
-        bounds = Bounds(*(None if a is None else to_numpy(a) for a in self.bounds))
-        lam, lower, upper = map(to_numpy, (self.multipliers, self.lower, self.upper))
-        h = np.zeros_like(lam) if bounds.h is None else np.where(bounds.off, 0.0, bounds.h)
-        asked = bounds.asked(np.broadcast_to(np.sqrt(np.diagonal(gram.K, axis1=-2, axis2=-1)), lam.shape))
-        bound = np.zeros(size.shape)
-        for i, V, a, read in self._coordinates(gram):
+        size, lam, lower, upper, h = self.size(), self.multipliers, self.lower, self.upper, self._right()
+        asked, bound = self.bounds.asked(np.broadcast_to(self._norms(), lam.shape)), np.zeros(np.shape(size))
+        for i, V, a, read in self._coordinates():
             if size[i]:
                 known = (ROWS_RESOLVE, ROWS_RESOLVE) if read else (self._rounding, GRAM_RESOLVES)
-                given = V, a, h[i], lam[i], lower[i], upper[i], asked[i], *known
-                bound[i] = _certificate.error_bound(*given) / size[i]
-        return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
+                bound[i] = error_bound(V, a, h[i], lam[i], lower[i], upper[i], asked[i], *known) / size[i]
+        return self._or_infinity(bound)
 
-    def cosine(self) -> Array:
+    @in_numpy
+    def cosine(self) -> Any:
         """Return the cosine between g and x, shape (...); 1 if g is zero, 0 if x is zero to rounding."""
-        cosine, zero = _certificate.cosine(self._gram(), self.multipliers), self._vanishes()
-        return namespace(zero).where(zero & (self.gram.gg > 0), cosine * 0.0, cosine)
+        (_, b, gg), square = self.gram, np.maximum(self._square(), 0.0)
+        inner = gg + np.sum(b * self.multipliers, axis=-1)
+        # One root after the other, because the product of the squares may overflow.
+        cosine = np.where(self._vanishes(), 0.0, inner * inverse(np.sqrt(gg)) * inverse(np.sqrt(square)))
+        return np.where(gg > 0, cosine, 1.0)
+
+    @in_numpy
+    def dual_basis(self) -> Any:
+        """Return F (..., t, t) with ``F'F = K_PP^-1`` for the free rows P."""
+        lam, free = self.multipliers, self.free
+        found = np.zeros((*lam.shape, lam.shape[-1]))
+        for i, V, _, _ in self._coordinates():
+            found[i] = dual_basis(V, free[i])
+        return found
+
+    @in_numpy
+    def size(self) -> Any:
+        """Return the size of the problem, shape (...), to which measures of error are relative; see Notes."""
+        (K, b, gg), lower = self.gram, self.bounds.lower
+        if lower is not None:
+            margin = np.maximum(lower, 0.0)
+            gg = gg + np.sum(margin * (2.0 * b + matvec(K, margin)), axis=-1)
+        size = np.sqrt(np.maximum(gg, 0.0))
+        if self.bounds.h is None:
+            return size
+        return np.maximum(size, self.bounds.asked(np.broadcast_to(self._norms(), self.multipliers.shape)))
 
     def to(self, move: Callable[[Array], Array]) -> DualSolution:
         """Return this solution with its arrays converted by `move`."""
@@ -187,20 +245,29 @@ class DualSolution:
         lam = move(self.multipliers)
         if lam is self.multipliers:
             return self
-        gram, bounds, iterations, status = map(moved, (self.gram, self.bounds, self.iterations, self._status))
-        return replace(self, multipliers=lam, gram=gram, bounds=bounds, iterations=iterations, _status=status)
+        names = "gram", "bounds", "iterations", "_status"
+        found = replace(self, multipliers=lam, **{name: moved(getattr(self, name)) for name in names})
+        object.__setattr__(found, "_fetched", self._fetched or (self, None))  # in NumPy already
+        return found
 
-    def dual_basis(self) -> Array:
-        """Return F (..., t, t) with ``F'F = K_PP^-1`` for the free rows P; synchronises a device."""
-        lam, free = self.multipliers, to_numpy(self.free)
-        found = np.zeros((*lam.shape, lam.shape[-1]))
-        for i, V, _, _ in self._coordinates(Gram(*map(to_numpy, self._gram()))):
-            found[i] = dual_basis(V, free[i])
-        return from_numpy(found, namespace(lam), device_of(lam))
+    def on_host(self) -> DualSolution:
+        """Return this solution with NumPy arrays; a device is read once.
 
-    def _coordinates(self, gram: Gram) -> Iterator[tuple[Any, ...]]:
+        On a device, rows that are not finite were left out; they become zero.
+        """
+        if type(self.multipliers) is np.ndarray:
+            return self
+        if self._fetched is None:
+            K, b, gg, lam, *bounds = fetch([*self.gram, self.multipliers, *self.bounds])
+            K, b, kept = drop_rows(K, b)
+            found = replace(self, multipliers=lam, gram=Gram(K, b, gg), bounds=Bounds(*bounds))
+            object.__setattr__(self, "_fetched", (found, kept))
+        return self._fetched[0]
+
+    # What follows is called on NumPy's arrays.
+    def _coordinates(self) -> Iterator[tuple[Any, ...]]:
         """Yield the index of each problem, its coordinates V and a, and whether they are from G."""
-        known, rows, number = from_gram(gram), self._rows, 0
+        known, rows, number = from_gram(self.gram), self._rows, 0
         for i in np.ndindex(known.shape[:-2]):
             if rows is not None and rows.where[i]:
                 yield i, rows.V[number if len(rows.V) > 1 else 0], rows.a[number], True
@@ -208,85 +275,63 @@ class DualSolution:
             else:
                 yield i, known[i][:-1], known[i][-1], False
 
-    def size(self) -> Array:
-        """Return the size of the problem, shape (...), to which certificates are relative; see Notes."""
-        (K, b, gg), lower = self._gram(), self.bounds.lower
-        xp = namespace(gg)
-        if lower is not None:
-            margin = xp.maximum(lower, xp.zeros_like(lower))
-            gg = gg + xp.sum(margin * (2.0 * b + matvec(K, margin)), axis=-1)
-        size = xp.sqrt(xp.maximum(gg, xp.zeros_like(gg)))
-        if self.bounds.h is None:
-            return size
-        norms = xp.sqrt(xp.linalg.diagonal(K))
-        return xp.maximum(size, self.bounds.asked(xp.broadcast_to(norms, self.multipliers.shape)))
+    def _norms(self) -> np.ndarray:
+        return np.sqrt(self.gram.K.diagonal(0, -2, -1))
 
-    def _gram(self) -> Gram:
-        """Return K, b and |g|^2; on a device, rows that are not finite are zero."""
-        return self.gram if on_host(device_of(self.gram.gg)) else Gram(*self._known()[:2], self.gram.gg)
+    def _right(self) -> np.ndarray:
+        """Return h, with zeros for rows that are switched off."""
+        h = self.bounds.h
+        return np.zeros_like(self.multipliers) if h is None else np.where(self.bounds.off, 0.0, h)
 
-    def _known(self) -> tuple[Array, Array, Array]:
-        """Return K and b on a device without the rows that are not finite, and the mask of the others."""
-        if self._finite is None:
-            object.__setattr__(self, "_finite", drop_rows(*self.gram[:2]))
-        return self._finite
+    def _square(self) -> Any:
+        """Return ``|x|^2``, which may be below zero by rounding."""
+        (K, b, gg), lam = self.gram, self.multipliers
+        return gg + np.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
 
-    def _or_infinity(self, value: Array) -> Array:
-        """Return a certificate, with infinity for problems of size zero whose x is not zero."""
-        xp = namespace(value)
-        undefined = (self.size() == 0) & ~self._vanishes()
-        return xp.where(undefined, xp.full_like(value, math.inf), value)
+    def _or_infinity(self, value: Any) -> Any:
+        """Return a measure of error, with infinity for problems of size zero whose x is not zero."""
+        return np.where((self.size() == 0) & ~self._vanishes(), math.inf, value)
 
-    def _vanishes(self) -> Array:
+    def _vanishes(self) -> Any:
         """Return the mask (...) of problems whose x is zero, to the rounding of K."""
-        (K, b, gg), lam, lower = self._gram(), self.multipliers, self.bounds.lower
-        xp = namespace(gg)
-        square = gg + xp.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
-        lengths = lam * xp.sqrt(xp.linalg.diagonal(K))
-        whole, most = gg + xp.sum(lengths * lengths, axis=-1), 8 * (lam.shape[-1] + 1)
-        zero = square <= most * self._rounding * whole
+        square, lower, norms = self._square(), self.bounds.lower, self._norms()
+        lengths, most = self.multipliers * norms, 8 * (self.multipliers.shape[-1] + 1)
+        zero = square <= most * self._rounding * (self.gram.gg + np.sum(lengths * lengths, axis=-1))
         if lower is not None:  # lam has the rounding of the margin
-            origin = xp.where(xp.isfinite(lower), lower, 0.0) * xp.sqrt(xp.linalg.diagonal(K))
-            zero = zero | (square <= (most * EPS) ** 2 * xp.sum(origin * origin, axis=-1))
+            origin = np.where(np.isfinite(lower), lower, 0.0) * norms
+            zero = zero | (square <= (most * EPS) ** 2 * np.sum(origin * origin, axis=-1))
         return zero
 
-    def _slack(self) -> tuple[Array, Array]:
+    def _slack(self) -> tuple[Any, Any]:
         """Return the slack ``G x - h`` (..., t), and the rounding error of ``g + G'lam`` (...).
 
         Rows that are switched off have zero. In coordinates, x is computed as in stage 3.
         """
-        (K, b, gg), lam, (_, _, h) = self._gram(), self.multipliers, self.bounds
-        xp, off = namespace(gg), self.bounds.off
-        h = xp.zeros_like(b) if off is None else xp.where(off, xp.zeros_like(h), h)
-        s, moved = matvec(K, lam) + b - h, xp.zeros_like(gg)
+        (K, b, gg), lam, h, off = self.gram, self.multipliers, self._right(), self.bounds.off
+        s, moved = matvec(K, lam) + b - h, np.zeros(np.shape(gg))
         if not self._exact:  # this error is negligible for an exact method without coordinates
-            moved = EPS * xp.sum(xp.abs(lam) * xp.sqrt(xp.linalg.diagonal(K)), axis=-1)
+            moved += EPS * np.sum(np.abs(lam) * self._norms(), axis=-1)
         if self._rows is not None:
-            found = s, moved, lam, self.free, h
-            s, moved, lam, free, h = (np.broadcast_to(to_numpy(a), a.shape).copy() for a in found)
             where, V, a, _ = self._rows
             x = a + np.matmul(lam[where][:, None, :], V)[:, 0]
             there = np.matmul(V, x[..., None])[..., 0] - h[where]
-            step = np.matmul(self._rows.step(np.where(free[where], there, 0.0))[:, None, :], V)[:, 0]
+            step = np.matmul(self._rows.step(np.where(self.free[where], there, 0.0))[:, None, :], V)[:, 0]
             moved[where] += np.linalg.norm(step, axis=-1)
             s[where] = np.matmul(V, (x + step)[..., None])[..., 0] - h[where]
-            s, moved = (from_numpy(v, xp, device_of(gg)) for v in (s, moved))
-        return s if off is None else xp.where(off, xp.zeros_like(s), s), moved
+        return s if off is None else np.where(off, 0.0, s), moved
 
-    def _status_on_device(self) -> Array:
-        """Return the status of a solution on a device; nothing is read."""
-        (K, b, kept), h, off = self._known(), self.bounds.h, self.bounds.off
-        xp, lam, residual = namespace(b), self.multipliers, self.kkt_residual()
-        norms = xp.sqrt(xp.linalg.diagonal(K))
-        size = self.size()[..., None] + xp.sum(xp.abs(lam) * norms, axis=-1, keepdims=True)
+    def _status_of_few(self, within: float, kept: np.ndarray) -> np.ndarray:
+        """Return the status of a solution on a device, which solves few rows without being read."""
+        (norms, cosines), h, off = unit_diagonal(self.gram.K), self.bounds.h, self.bounds.off
+        residual, size = self.kkt_residual(), np.asarray(self.size())[..., None]
+        size = size + np.sum(np.abs(self.multipliers) * norms, axis=-1, keepdims=True)
         near = (norms > 0) & (self.active | (self.slack() <= NEAR_ZERO * norms * size))
-        cosines = K * inverse(norms)[..., :, None] * inverse(norms)[..., None, :]
         flags = {
-            Status.STALLED: ~(residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps),  # also for NaN
-            Status.ROW_DROPPED: ~xp.all(kept if off is None else kept | off, axis=-1),
+            Status.STALLED: ~(residual <= within),  # also for NaN
+            Status.ROW_DROPPED: ~np.all(kept if off is None else kept | off, axis=-1),
             Status.UNRESOLVED: smallest_pivot(cosines, near) < RESOLVED**2,
         }
         if h is not None:
-            void = xp.any(kept & (norms == 0) & (h > 0), axis=-1)  # no x moves along a row of zeros
+            void = np.any(kept & (norms == 0) & (h > 0), axis=-1)  # no x moves along a row of zeros
             flags[Status.INFEASIBLE] = (residual > MISSED) | void
-        return sum(xp.astype(where, xp.int64) * int(flag) for flag, where in flags.items())
+        return np.asarray(sum(np.asarray(where).astype(np.int64) * int(f) for f, where in flags.items()))

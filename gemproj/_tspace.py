@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import Array, device_of, namespace, to_numpy, wide_dtype
-from gemproj._constants import DEPENDENT
+from gemproj._constants import DEPENDENT, EPS
 
 
 class Gram(NamedTuple):
@@ -50,15 +50,12 @@ class Measured(NamedTuple):
     rows : Problem or None
         The problem with G and g, used to read G again if K is ill-conditioned. None if only K is given, or
         if this process has only a shard of G.
-    own : Rows or None
-        G and g as coordinates, if they have no more columns than rows.
     """
 
     gram: Gram
     rounding: float
     to_caller: Callable[[Array], Array]
     rows: Any = None
-    own: Any = None
 
 
 class Dual(NamedTuple):
@@ -73,25 +70,14 @@ class Dual(NamedTuple):
     start: Any = None
 
 
-class Unit(NamedTuple):
-    """The dual problem with constraint gradients of norm one and a linear term of size one."""
-
-    K: Array
-    b: Array
-    lower: Array | None
-    upper: Array | None
-    start: Array | None
-    scale: Array  # multipliers of the given problem = scale * multipliers of the unit problem
-
-
 def normalise(
     K: Array,
     b: Array,
     lower: Array | None = None,
     upper: Array | None = None,
     start: Array | None = None,
-) -> Unit:
-    """Return the problem with the rows of G scaled to norm one and b scaled to maximum one.
+) -> tuple[Any, ...]:
+    """Return K, b, bounds and start for rows of norm one and b of maximum one, and the multipliers' unit.
 
     A row of norm zero is not a constraint: it is decoupled from the other rows, and its multiplier is zero.
     """
@@ -109,7 +95,7 @@ def normalise(
         finite = xp.isfinite(upper)
         upper = xp.where(finite, xp.where(finite, upper, xp.zeros_like(upper)) * stretch, upper)
     start = None if start is None else start * stretch
-    return Unit(unit_K, unit_b / size, lower, upper, start, size * per_norm)
+    return unit_K, unit_b / size, lower, upper, start, size * per_norm
 
 
 def inverse(a: Array) -> Array:
@@ -151,22 +137,14 @@ def clip(lam: Array, lower: Array | None, upper: Array | None) -> Array:
     return lam if upper is None else xp.minimum(lam, upper)
 
 
-def snap(lam: Array, upper: Array) -> Array:
-    """Return lam, with multipliers that equal their upper bound to rounding set to this bound."""
-    xp = namespace(lam)
-    return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
-
-
-def smallest_pivot(K: Array, rows: Array) -> Array:
-    """Return the smallest pivot of K (..., t, t) restricted to the rows of a mask (..., t)."""
-    xp = namespace(K)
-    rest = xp.where(rows[..., :, None] & rows[..., None, :], K, identity_like(K))  # with rows of the identity
-    smallest = xp.ones_like(rest[..., 0, 0])
+def smallest_pivot(K: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the smallest pivot of K (..., t, t) restricted to the rows of a mask (..., t), in NumPy."""
+    rest = np.where(rows[..., :, None] & rows[..., None, :], K, np.eye(K.shape[-1]))
+    smallest = np.ones(rest.shape[:-2])
     for k in range(K.shape[-1]):
-        pivot = rest[..., k, k]
-        smallest = xp.minimum(smallest, pivot)
-        pivot = xp.where(pivot > DEPENDENT * xp.finfo(K.dtype).eps, pivot, xp.ones_like(pivot))
-        column = rest[..., :, k]
+        pivot, column = rest[..., k, k], rest[..., k]
+        smallest = np.minimum(smallest, pivot)
+        pivot = np.where(pivot > DEPENDENT * EPS, pivot, 1.0)
         rest = rest - column[..., :, None] * (column / pivot[..., None])[..., None, :]
     return smallest
 

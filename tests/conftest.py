@@ -4,7 +4,6 @@ import ctypes
 import gc
 import importlib
 import os
-import sys
 from contextlib import nullcontext, suppress
 
 # Workers share the cores; threads on top would only wait for each other.
@@ -103,7 +102,7 @@ class Library:
 
 
 ON_CPU = ["numpy", "torch", "array_api_strict"]
-# Arrays of this device refuse to become NumPy's: certificates that ask for it, and more than 8 rows, cannot run.
+# Arrays of this device refuse to become NumPy's: measures of error, and more than 8 rows, cannot run.
 UNSEEN = "array_api_strict-device1"
 
 
@@ -131,6 +130,12 @@ def xp(request):
 @pytest.fixture(params=[*ON_DEVICES, UNSEEN])
 def device(request):
     """Return a library on a device, where no value is looked at."""
+    yield from library(request.param)
+
+
+@pytest.fixture(params=ON_DEVICES)
+def readable(request):
+    """Return a library on a device, whose status and measures of error can be looked at."""
     yield from library(request.param)
 
 
@@ -182,18 +187,3 @@ def fresh_state():
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20171208)
-
-
-@pytest.fixture
-def told(caplog, monkeypatch):
-    """Return what is told of memories that a function has made and dropped."""
-    monkeypatch.delattr(sys, "last_value", raising=False)
-    gc.collect()  # memories of earlier tests are told now, not in this one
-
-    def told(train):
-        with caplog.at_level("WARNING", "gemproj"):
-            train()
-            gc.collect()
-        return [message for message in caplog.messages if "Compiling" not in message]
-
-    return told

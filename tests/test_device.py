@@ -124,7 +124,7 @@ def test_same_answer_without_waiting(name, shape, shared):
     with make_device():
         with waiting(copies):
             x = project(G, g, warm_start=start, **options)
-        with waiting(copies):
+        with waiting(max(1, copies)):  # measures of error are computed by NumPy
             found = certificates(solve_dual(G, g, **options))
         for a, b in zip(found, certificates(host), strict=True):
             assert a.device.type == DEVICE
@@ -221,7 +221,7 @@ def test_one_K_for_many_gradients(options):
     G[0, 3], many[1, 5] = torch.inf, torch.nan
     with make_device(), waiting():
         sol, x = solve_dual(G, many, **options), project(G, many, **options)
-        status = sol.status
+    status = sol.status
     assert sol.gram.K.shape == (4, 4)
     assert_close(x[[0, 2]].cpu(), expected[[0, 2]].cpu(), atol=1e-13)
     assert torch.equal(torch.nan_to_num(x[1]), torch.nan_to_num(many[1]))
@@ -247,17 +247,19 @@ def test_what_stands_where_there_is_no_factor_is_not_used(monkeypatch):
     assert_close(x, on_cpu(project, G, g), atol=1e-13)
 
 
-def test_nearly_dependent_active_rows_are_unresolved(device, rng):
+def test_nearly_dependent_active_rows_are_unresolved(readable, rng):
     """By K, and not where such rows are inactive or switched off, which leaves no other trace either."""
     u, v = rng.standard_normal((2, 50))
     G, h = np.stack([u, -u + 1e-5 * v]), np.array([0.1, -np.inf])
 
     def status(g, **options):
-        return int(device.numpy(solve_dual(device.array(G), device.array(g), **options).status))
+        return int(readable.numpy(solve_dual(readable.array(G), readable.array(g), **options).status))
 
     assert status(0.1 * u - v) & Status.UNRESOLVED
-    assert status(0.1 * u + v) == status(-u - v, h=device.array(h)) == Status.OPTIMAL
-    assert_close(device.project(G, -u - v, h=device.array(h)), project(G[:1], -u - v, h=h[:1]), atol=1e-13)
+    assert status(0.1 * u + v) == status(-u - v, h=readable.array(h)) == Status.OPTIMAL
+    assert_close(
+        readable.project(G, -u - v, h=readable.array(h)), project(G[:1], -u - v, h=h[:1]), atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -272,40 +274,41 @@ def test_rows_that_are_not_finite_are_left_out_unseen(device, bad, t, rng):
         x, sol = device.numpy(project(rows, vector, **options)), solve_dual(rows, vector, **options)
         assert_close(x[0], project(G[0], g[0], **options), atol=1e-12)
         assert_close(x[1], project(G[1, 1:], g[1], **options), atol=1e-12)
+        assert np.all(np.isnan(device.numpy(project(rows, device.array(g * np.nan), **options))))
+        if device.title == UNSEEN:
+            continue
         dropped = (device.numpy(sol.status).astype(int) & Status.ROW_DROPPED) > 0
         assert dropped.tolist() == [False, True]
         assert all(np.all(np.isfinite(device.numpy(value))) for value in certificates(sol)[:3])
-        assert np.all(np.isnan(device.numpy(project(rows, device.array(g * np.nan), **options))))
 
 
 @pytest.mark.parametrize("t", [2, 4])
-def test_an_infeasible_right_hand_side_is_a_status(device, t, rng):
+def test_an_infeasible_right_hand_side_is_a_status(readable, t, rng):
     """Other problems of the batch are as they were, and loose rows hide nothing. NaN is not optimal."""
     G, g, h = rng.standard_normal((2, t, 60)), rng.standard_normal((2, 60)), np.zeros((2, t + 1))
     G = np.concatenate([G, -2.0 * G[:, 1:2]], axis=1)
     h[:, 1], h[0, t], h[1, t] = 1.0, -1.0, -4.0  # x cannot be above 1 and below 1/2 along row 1
     for loose in (0.0, -1e9, -np.inf, np.nan):
         h[0, 0] = loose
-        sol = solve_dual(device.array(G), device.array(g), h=device.array(h))
-        wrong, right = device.numpy(sol.status).astype(int)
+        sol = solve_dual(readable.array(G), readable.array(g), h=readable.array(h))
+        wrong, right = readable.numpy(sol.status).astype(int)
         assert wrong & Status.STALLED
         assert wrong & Status.INFEASIBLE or np.isnan(loose)
         assert right == Status.OPTIMAL
-        x = device.numpy(combine(device.array(G), device.array(g), sol))
+        x = readable.numpy(combine(readable.array(G), readable.array(g), sol))
         assert_close(x[1], project(G[1], g[1], h=h[1]), atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # where a device of NumPy's stands in
 @pytest.mark.parametrize("bad", [[np.nan, np.nan], [np.inf, -np.inf], [1.0, np.nan]], ids=str)
-def test_certificates_where_a_row_of_k_is_not_finite(device, bad):
+def test_certificates_where_a_row_of_k_is_not_finite(readable, bad):
     K, b = np.eye(3), np.array([-1.0, 0.0, 2.0])
     K[1, 1], b[1] = bad
-    sol = solve_gram(device.array(K), device.array(b))
-    assert int(device.numpy(sol.status)) == int(Status.ROW_DROPPED)
-    assert device.numpy(sol.multipliers).tolist() == [1.0, 0.0, 0.0]
-    assert float(device.numpy(sol.kkt_residual())) == 0.0
-    if device.title != UNSEEN:
-        assert float(sol.error_bound()) < 1e-12
+    sol = solve_gram(readable.array(K), readable.array(b))
+    assert int(readable.numpy(sol.status)) == int(Status.ROW_DROPPED)
+    assert readable.numpy(sol.multipliers).tolist() == [1.0, 0.0, 0.0]
+    assert float(readable.numpy(sol.kkt_residual())) == 0.0
+    assert float(sol.error_bound()) < 1e-12
 
 
 def test_the_captured_step_of_the_example():

@@ -134,16 +134,6 @@ def test_sums_of_many_programs(monkeypatch):
     assert_same(lambda: [*gram(*draw(2, 150_000))], atol=1e-8)
 
 
-@pytest.mark.parametrize(("over", "right"), [(2.0**-40, 1.0 + 2.0**-10), (-(2.0**-40), 1.0)])
-def test_float16_is_not_rounded_by_way_of_float32(over, right):
-    """Both numbers are halfway between two of float16 for float32."""
-    ones = torch.ones(1, 16, dtype=torch.float16)
-    with kernels():
-        assert set(combine(ones, ones[0], torch.tensor([2.0**-11 + over], dtype=torch.float64)).tolist()) == {
-            right
-        }
-
-
 def test_strides_of_the_small_problem():
     """Views of larger arrays, as a user's method or `solve_gram` may pass them."""
     G, g = draw(3, 4, 30)

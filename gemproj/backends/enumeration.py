@@ -6,7 +6,7 @@ import math
 
 from gemproj._arrays import Array, device_of, is_torch, namespace
 from gemproj._constants import DEPENDENT
-from gemproj._tspace import clip, drop_rows, matvec, normalise
+from gemproj._tspace import clip, drop_rows, identity_like, matvec, normalise
 
 # Maximum number of entries of the matrices that are held at once.
 _MOST = 1 << 22
@@ -25,7 +25,7 @@ def solve_few(K: Array, b: Array, margin: Array | None = None) -> Array:
 def _solve(K: Array, b: Array) -> Array:
     """Return the solution with the lower bound zero, of a slab of problems at a time."""
     xp, t, batch = namespace(b), b.shape[-1], b.shape[:-1]
-    enumerate_sets = _factorise if is_torch(b) else _sweep_all
+    enumerate_sets = _factorise if is_torch(b) else _eliminate
     count, slab = math.prod(batch), max(1, _MOST // (2**t * t * (t + 1)))
     if count <= slab:
         return enumerate_sets(K, b)
@@ -64,45 +64,27 @@ def _factorise(K: Array, b: Array) -> Array:
     return clip(lam, None, None)
 
 
-def _sweep_all(K: Array, b: Array) -> Array:
-    """Solve with any library: the tableau [K | b], swept on the rows of each set.
+def _eliminate(K: Array, b: Array) -> Array:
+    """Solve with any library, by Gauss-Jordan elimination of the rows of each set.
 
-    For each row, every tableau is copied, and the copy is pivoted on the row's diagonal entry. A set with a
-    dependent row is excluded: a set of independent rows gives the same solution more accurately.
+    A set with a dependent row is excluded: a set of independent rows gives the same solution more accurately.
     """
     K, b, _, _, _, stretch = normalise(K, b)
-    xp, t, device = namespace(b), b.shape[-1], device_of(b)
-    K = xp.broadcast_to(K, (*b.shape, t))
-    tableau, least = xp.concat([K, b[..., None]], axis=-1)[..., None, :, :], DEPENDENT * xp.finfo(b.dtype).eps
-    dependent = xp.zeros(tableau.shape[:-2], dtype=xp.bool, device=device)
+    xp, t, device, one = namespace(b), b.shape[-1], device_of(b), identity_like(K)
+    K, least = xp.broadcast_to(K, (*b.shape, t)), DEPENDENT * xp.finfo(b.dtype).eps
+    sets, rows = xp.arange(2**t, device=device)[:, None], xp.arange(t, device=device)
+    free = xp.astype(sets // 2**rows % 2, b.dtype)
+    whole = K[..., None, :, :] * free[..., :, None] * free[..., None, :] + (1.0 - free)[..., None] * one
+    whole = xp.concat([whole, -(b[..., None, :] * free)[..., None]], axis=-1)
+    smallest = xp.full_like(whole[..., 0, 0], math.inf)
     for k in range(t):
-        good = tableau[..., k, k] > least
-        tableau = xp.concat([tableau, _swept(tableau, k, good)], axis=-3)
-        dependent = xp.concat([dependent, dependent | ~good], axis=-1)
-    sets, rows = xp.arange(2**t, device=device), xp.arange(t, device=device)
-    free = xp.astype(sets[:, None] // 2**rows % 2 == 1, b.dtype)
-    lam = clip(-tableau[..., t] * free, None, None)
+        pivot = whole[..., k, k]
+        smallest = xp.minimum(smallest, pivot)
+        row = whole[..., k, :] / xp.where(pivot > least, pivot, xp.ones_like(pivot))[..., None]
+        whole = whole - (whole[..., :, k] - one[:, k])[..., None] * row[..., None, :]
+    lam = clip(whole[..., t], None, None)
     s = matvec(K[..., None, :, :], lam) + b[..., None, :]
     residual = xp.max(xp.abs(xp.minimum(s, lam)), axis=-1)
-    residual = xp.where(dependent | ~xp.isfinite(residual), xp.full_like(residual, xp.inf), residual)
-    best = xp.argmin(residual, axis=-1, keepdims=True)
-    chosen = best == xp.arange(residual.shape[-1], device=device)
+    residual = xp.where((smallest > least) & xp.isfinite(residual), residual, xp.full_like(residual, xp.inf))
+    chosen = xp.argmin(residual, axis=-1, keepdims=True) == sets[:, 0]
     return xp.sum(xp.where(chosen[..., None], lam, xp.zeros_like(lam)), axis=-2) * stretch
-
-
-def _swept(tableau: Array, k: int, good: Array) -> Array:
-    """Return the tableau (..., t, t + 1) swept on row k: pivoted on its k-th diagonal entry.
-
-    It holds ``K_PP^-1`` and ``-lam_P`` in the rows P it was swept on, and the Schur complement and the slacks
-    in the other rows.
-    """
-    xp = namespace(tableau)
-    pivot = tableau[..., k, k]
-    pivot = xp.where(good, pivot, xp.ones_like(pivot))[..., None]
-    row, column = tableau[..., k, :] / pivot, tableau[..., :, k] + 0.0
-    column[..., k] = 0.0
-    swept = tableau - column[..., :, None] * row[..., None, :]
-    swept[..., :, k] = -column / pivot
-    swept[..., k, :] = row
-    swept[..., k, k] = 1.0 / pivot[..., 0]
-    return swept

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from gemproj._arrays import Array, detach, is_array, namespace, to_numpy
-from gemproj._constants import OPTIMAL_WITHIN
-from gemproj._tspace import clip, snap
+from gemproj._tspace import clip
 
 
 class Status(enum.IntFlag):
@@ -20,7 +19,7 @@ class Status(enum.IntFlag):
     OPTIMAL = 0
     """The optimality conditions hold to rounding, which grows with the multipliers: see `kkt_residual`."""
     APPROXIMATE = 1
-    """The method is approximate by design: see the certificates for its error."""
+    """The method is approximate by design: see `DualSolution.error_bound`."""
     STALLED = 2
     """The method did not reach the accuracy of OPTIMAL within its budget of pivots or iterations; the
     multipliers are its best iterate."""
@@ -30,13 +29,11 @@ class Status(enum.IntFlag):
     UNRESOLVED = 8
     """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
     projection. The exact method first solves again from G; exactly dependent rows then do not set this flag.
-    In
-    `solve_gram`, and on a device with up to 8 rows, the flag refers to K."""
+    In `solve_gram`, and on a device with up to 8 rows, the flag refers to K."""
     INFEASIBLE = 16
     """On a device with up to 8 rows: multipliers violate the optimality conditions by more than 1e-5, which
     with a right-hand side h means that no x of reasonable length satisfies ``G x >= h``. Where values are
-    read,
-    an infeasible h raises an error."""
+    read, an infeasible h raises an error."""
 
 
 class Outcome(NamedTuple):
@@ -88,20 +85,6 @@ class Method:
         raise NotImplementedError
 
 
-def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None) -> Array:
-    """Return OPTIMAL for normalised problems that lam solves to a residual of about 1e-9, else STALLED.
-
-    The residual is the maximum of the natural residual ``|lam - clip(lam - s)|`` and of ``|lam s|``, without
-    negative slacks at the upper bound.
-    """
-    xp = namespace(lam)
-    natural = xp.abs(lam - clip(lam - s, lower, upper))
-    if upper is not None:
-        s = xp.where(snap(lam, upper) >= upper, xp.maximum(s, xp.zeros_like(s)), s)
-    met = xp.max(xp.maximum(natural, xp.abs(lam * s)), axis=-1) <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
-    return xp.astype(~met, xp.int64) * int(Status.STALLED)
-
-
 def call(
     method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
@@ -110,15 +93,14 @@ def call(
     K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
     like = to_caller(b + 0.0)
     lam = method(to_caller(K + 0.0), like, None if start is None else to_caller(start + 0.0))
-    if not (isinstance(lam, type(like)) and is_array(lam)) or lam.shape != like.shape:
-        found = f"{type(lam).__name__} of shape {tuple(lam.shape)}" if hasattr(lam, "shape") else repr(lam)
-        raise ValueError(
-            f"method {method!r} must return multipliers of the type and shape of b, "
+    xp = namespace(like)
+    fits = isinstance(lam, type(like)) and is_array(lam) and lam.shape == like.shape
+    if not (fits and xp.isdtype(lam.dtype, ("real floating", "integral"))):
+        found = f"{type(lam).__name__} {tuple(lam.shape)} {lam.dtype}" if hasattr(lam, "shape") else repr(lam)
+        raise TypeError(
+            f"method {method!r} must return real multipliers of the type and shape of b, "
             f"{type(like).__name__} {tuple(like.shape)}; found {found}."
         )
-    xp = namespace(like)
-    if not xp.isdtype(lam.dtype, ("real floating", "integral")):
-        raise TypeError(f"method {method!r} must return real numbers; found dtype {lam.dtype}.")
     lam = xp.astype(detach(lam), like.dtype, copy=False)
     if isinstance(b, np.ndarray):
         lam = to_numpy(lam)

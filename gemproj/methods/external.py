@@ -10,8 +10,8 @@ import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
 from gemproj._checks import check_count, check_number
-from gemproj._tspace import clip, normalise, snap
-from gemproj.methods._method import Method, Outcome, Status, exact_status
+from gemproj._tspace import clip, normalise
+from gemproj.methods._method import Method, Outcome, Status
 
 
 class External(Method):
@@ -35,10 +35,11 @@ class External(Method):
                 f"This method needs the package {self.package}: pip install '.[qp]' in a checkout of "
                 "gemproj. method='exact' needs no package."
             ) from error
-        unit, batch, t = normalise(K, b, lower, upper, warm_start), b.shape[:-1], b.shape[-1]
+        K, unit_b, _, most, first, scale = normalise(K, b, lower, upper, warm_start)
+        batch, t = b.shape[:-1], b.shape[-1]
         lam = np.zeros((*batch, t))
-        least, most = (0.0 if lower is None else lower), (np.inf if upper is None else unit.upper)
-        given = [unit.K, unit.b, least, most, lam if warm_start is None else unit.start]
+        least, most = (0.0 if lower is None else lower), (np.inf if upper is None else most)
+        given = [K, unit_b, least, most, lam if first is None else first]
         shapes = [(*batch, t, t), *[lam.shape] * 4]
         Ks, bs, least, most, start = (
             np.broadcast_to(np.asarray(to_numpy(a), dtype=np.float64), shape)
@@ -50,7 +51,7 @@ class External(Method):
             lam[i], iterations[i], status[i] = self._solve_one(module, Ks[i], bs[i], least[i], most[i], first)
         found = clip(lam, least, most), iterations, status
         lam, iterations, status = (from_numpy(a, namespace(b), device_of(b)) for a in found)
-        return Outcome(lam * unit.scale, iterations, status)
+        return Outcome(lam * scale, iterations, status)
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Quadprog(External):
     """Goldfarb and Idnani's dual active-set method from the quadprog package: the solver of GEM's own code.
 
     It runs on the CPU, on normalised rows, and needs the extra `qp`. It needs a positive definite matrix, so
-    a ridge is unavoidable. Here the ridge is relative to the unit diagonal of the normalised Gram matrix; in
-    GEM's own code it is absolute.
+    a ridge is unavoidable, and solutions have the status ``APPROXIMATE``. Here the ridge is relative to the
+    unit diagonal of the normalised Gram matrix; in GEM's own code it is absolute.
 
     Parameters
     ----------
@@ -87,8 +88,7 @@ class Quadprog(External):
                 f"quadprog rejects this problem ({error}). Dependent rows need a larger ridge: "
                 f"{self!r} has {self.ridge}. method='exact' needs no ridge."
             ) from error
-        lam = snap(np.clip(lam, lower, upper), upper)
-        return lam, int(iterations[0]), exact_status(lam, K @ lam + b, lower, upper)
+        return lam, int(iterations[0]), int(Status.APPROXIMATE)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,6 @@ class OSQP(External):
         solved, ended = result.info.status_val == status.OSQP_SOLVED, result.info.status_val
         if solved or ended in (status.OSQP_SOLVED_INACCURATE, status.OSQP_MAX_ITER_REACHED):
             lam = np.nan_to_num(np.clip(result.x, lower, upper), nan=0.0)
-        else:  # osqp reports an unbounded problem, and its x is a certificate of unboundedness
+        else:  # osqp reports an unbounded problem, and its x is a ray
             lam = np.zeros(len(b)) if start is None else start
         return lam, int(result.info.iter), int(Status.APPROXIMATE if solved else Status.STALLED)

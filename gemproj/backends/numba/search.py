@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,6 @@ def _dot(u: Any, v: Any) -> float:
     for i in range(u.size):
         total += u[i] * v[i]
     return total
-
-
-def _length(v: Any, n: int) -> float:
-    total = 0.0
-    for i in range(n):
-        total += v[i] * v[i]
-    return math.sqrt(total)
 
 
 def _copy(v: Any, to: Any) -> None:
@@ -58,7 +50,7 @@ def _rotate(u: Any, v: Any, cosine: float, sine: float) -> None:
         u[i], v[i] = cosine * u[i] + sine * v[i], cosine * v[i] - sine * u[i]
 
 
-_LOOPS = {"dot": _dot, "length": _length, "copy": _copy, "add": _add, "times": _times, "add_rows": _add_rows}
+_LOOPS = {"dot": _dot, "copy": _copy, "add": _add, "times": _times, "add_rows": _add_rows}
 _solve = compile_module(_search, {**_LOOPS, "rotate": _rotate}).solve
 
 

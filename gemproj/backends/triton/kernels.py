@@ -170,21 +170,6 @@ def search(
         tl.store(lam + problem * T + i, value)
 
 
-@triton.jit
-def _round(value, to):
-    """Round float64 once to the dtype of a pointer.
-
-    The hardware first rounds to float32, then to 16 bits. With rounding to odd in float32, the result is the
-    same as that of a single rounding.
-    """
-    if to.dtype.element_ty.primitive_bitwidth == 16:
-        near = value.to(tl.float32)
-        back, bits = near.to(tl.float64), near.to(tl.int32, bitcast=True)
-        bits = tl.where(tl.abs(back) > tl.abs(value), bits - 1, bits)  # towards zero
-        value = tl.where(back != value, bits | 1, bits).to(tl.float32, bitcast=True)
-    return value.to(to.dtype.element_ty)
-
-
 @kernel
 def add_rows(
     G, g, w, lam, x, rows: tl.int64, columns: tl.int64, share: tl.int64, stride: tl.int64,
@@ -211,4 +196,6 @@ def add_rows(
         if WEIGHTED:
             step = step / tl.load(w + j, mask=inside, other=1.0).to(tl.float64)
         value = tl.load(g + j, mask=inside, other=0.0).to(tl.float64) + step
-        tl.store(x + j, _round(value, x), mask=inside)
+        if x.dtype.element_ty.primitive_bitwidth == 16:  # as the hardware does
+            value = value.to(tl.float32)
+        tl.store(x + j, value.to(x.dtype.element_ty), mask=inside)

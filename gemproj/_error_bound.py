@@ -1,9 +1,4 @@
-"""Certificates of given multipliers: KKT residual, duality gap, cosine and error bound.
-
-Certificates are computed from arrays of t-space. They are relative to `size`, the size of the problem, see
-`DualSolution`. They do not change if g and h, or a row of G and its entry of h, are multiplied by a positive
-number. The slack is ``s = G x - h``.
-"""
+"""An upper bound on the distance of given multipliers' x from the exact projection, in coordinates."""
 
 from __future__ import annotations
 
@@ -11,69 +6,10 @@ import math
 
 import numpy as np
 
-from gemproj._arrays import Array, namespace
-from gemproj._constants import CUTOFF, NEAR_ZERO, ROUNDING
-from gemproj._tspace import Dual, Gram, inverse, matvec
+from gemproj._constants import NEAR_ZERO, ROUNDING
+from gemproj._coordinates import dual_basis
+from gemproj._tspace import Dual
 from gemproj.backends import search
-
-
-def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
-    """Return the KKT residual, the largest violation of the optimality conditions, shape (...).
-
-    It is the maximum of primal feasibility ``-s_i / (|g_i| size)``, dual feasibility ``(lower_i - lam_i)
-    |g_i| / size`` and complementarity ``(lam_i - lower_i) |s_i| / size^2``. Without a lower bound, a positive
-    slack is also a violation. With an upper bound c, s_i may be negative at lam_i = c: primal feasibility is
-    replaced by ``max(0, -s_i)`` times ``min(1, c - lam_i)``. The minimum with 1 keeps a large c from
-    magnifying the rounding of s. The lower bound -c of an equality with a penalty is treated in the same way.
-    """
-    xp = namespace(s)
-    if not s.shape[-1]:
-        return size * 0.0
-    per_size = inverse(size)[..., None]
-    s = s * inverse(norms) * per_size
-    one, zero = xp.ones_like(s), xp.zeros_like(s)
-    bounded, open_above = xp.isfinite(lower), xp.isinf(upper)
-    above = xp.where(bounded, lam - lower, zero) * norms * per_size
-    below = xp.where(open_above, zero, upper - lam) * norms * per_size
-    high, low = xp.maximum(s, zero), xp.maximum(-s, zero)
-    weight = xp.where(bounded, xp.abs(above), one)
-    # The multiplier of an equality with the penalty c lies between -c and c.
-    weight = xp.where(lower < 0, xp.minimum(weight, one), weight)
-    parts = [
-        high * weight,
-        low * xp.where(open_above, one, xp.minimum(xp.abs(below), one)),
-        low * xp.where(open_above & bounded, weight, zero),
-        xp.maximum(-above, zero),
-        xp.maximum(-below, zero),
-    ]
-    return xp.max(xp.stack([xp.max(part, axis=-1) for part in parts]), axis=0)
-
-
-def duality_gap(s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
-    """Return the duality gap, (primal - dual objective) / size^2, shape (...).
-
-    Row i contributes ``(lam - lower) max(0, s) + (upper - lam) max(0, -s)``. Without an upper bound, its
-    contribution is ``(lam - lower) s``, which is negative if the constraint is violated: the primal objective
-    contains no penalty for the violation. If x is feasible, ``|x - x*|^2 <= gap size^2``.
-    """
-    xp = namespace(s)
-    zero = xp.zeros_like(s)
-    base = xp.where(xp.isfinite(lower), lower, zero)
-    hinge = xp.where(xp.isfinite(upper), upper - base, zero) * xp.maximum(-s, zero)
-    per_size = inverse(size)[..., None]
-    return xp.sum(((lam - base) * s + hinge) * per_size * per_size, axis=-1)
-
-
-def cosine(gram: Gram, lam: Array) -> Array:
-    """Return the cosine between g and x = g + G'lam, shape (...); 1 if g is zero, 0 if only x is zero."""
-    K, b, gg = gram
-    xp = namespace(gg)
-    inner = gg + xp.sum(b * lam, axis=-1)
-    xx = inner + xp.sum(lam * (matvec(K, lam) + b), axis=-1)
-    used, one = (gg > 0) & (xx > 0), xp.ones_like(gg)
-    inner = xp.where(gg > 0, xp.where(used, inner, 0.0 * one), one)
-    gg, xx = xp.where(used, gg, one), xp.where(used, xx, one)
-    return inner / gg / xp.sqrt(xx / gg)
 
 
 def error_bound(
@@ -91,8 +27,8 @@ def error_bound(
     those of the basis, unless the entries of h contradict each other; then only weak duality gives a bound.
 
     `resolves` is the smallest angle that the coordinates resolve. Coordinates from K cannot distinguish
-    dependent rows from independent rows at smaller angles. Then weak duality bounds the error: by ``|x|`` for
-    h = 0, or by the square root of the duality gap. With coordinates from K, rounding perturbs all slacks.
+    dependent rows from independent rows at smaller angles. Then only weak duality bounds the error, by
+    ``|x|``, if x = 0 is feasible. With coordinates from K, rounding perturbs all slacks.
     """
     n = np.linalg.norm(V, axis=1)
     margin = np.where(np.isfinite(lower), np.maximum(lower, 0.0), 0.0)
@@ -112,7 +48,12 @@ def error_bound(
     if error.max() > ROUNDING * (1.0 + float(np.abs(mu).sum())):
         given = (v[None] for v in (np.ascontiguousarray(A.T), a, h, lower, upper, mu))
         mu = search(Dual(False, *given))[0][0]
-    x, moved = _settled(A, a, mu, (mu > lower) & (mu < upper), h)
+    # Move x to ``A_P'x = h_P`` for the free rows P. The distance is the rounding error of x: the new x is the
+    # exact projection of a gradient with such an error, and a projection does not increase it.
+    F, x = dual_basis(A.T, (mu > lower) & (mu < upper)), a + A @ mu
+    step = A @ F.T @ (F @ (A.T @ x - h))
+    x, moved = x - step, float(np.linalg.norm(step))
+    x = x - A @ F.T @ (F @ (A.T @ x - h))
     free, s, error = _conditions(A.T @ x - h, mu, lower, upper)
     fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
     near = free | ((s <= NEAR_ZERO) & (upper > lower))
@@ -129,24 +70,13 @@ def error_bound(
     apart = lam - mu
     step, much = float(np.linalg.norm(A @ apart)), float(np.abs(apart).sum())
     step = step + rounding * much if from_rows else math.hypot(step, math.sqrt(rounding) * much)
-    return size * min(bound + step, _weak_duality(A, a, h, lam, inside, lower, upper, rounding, from_rows))
-
-
-def _settled(
-    A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray, h: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """Move ``x = a + A lam`` to ``A_P'x = h_P`` for the free rows P; return x and the distance of this move.
-
-    The distance is the rounding error of x. The new x is the exact projection of a gradient with an error of
-    this size, and a projection does not increase such an error.
-    """
-    U, S, W = np.linalg.svd(A[:, free], full_matrices=False)
-    used = CUTOFF * np.max(S, initial=0.0) < S
-    U, x = U[:, used], a + A @ lam
-    target = W[used] @ h[free] / S[used]
-    moved = U @ (U.T @ x - target)
-    x = x - moved
-    return x - U @ (U.T @ x - target), float(np.linalg.norm(moved))
+    bound += step
+    if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # x = 0 is feasible
+        x, much = a + A @ inside, 1.0 + float(np.abs(inside).sum())
+        square = max(0.0, float(x @ x) - 2.0 * float(h @ inside)) + (0.0 if from_rows else rounding * much**2)
+        length = math.sqrt(square) + float(np.linalg.norm(A @ (lam - inside))) + rounding * much
+        bound = min(bound, length)
+    return size * bound
 
 
 def _conditions(
@@ -206,30 +136,3 @@ def _basis(
     weights[:, basis] = 0.0
     weights[:, ~near] = 0.0
     return basis, weights
-
-
-def _weak_duality(
-    A: np.ndarray,
-    a: np.ndarray,
-    h: np.ndarray,
-    lam: np.ndarray,
-    inside: np.ndarray,
-    lower: np.ndarray,
-    upper: np.ndarray,
-    rounding: float,
-    from_rows: bool,
-) -> float:
-    """Return a bound on ``|x - x*|`` from the gap between the dual objective and a known primal value."""
-    x, squared = a + A @ inside, []
-    size = 1.0 + float(np.abs(inside).sum())
-    fuzz = rounding * size
-    if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # x = 0 is feasible
-        squared.append(float(x @ x) - 2.0 * float(h @ inside))
-    if np.isfinite(upper).all() and not np.any(lower < 0):
-        s = A.T @ x - h
-        gap = inside * (np.maximum(s, 0.0) + fuzz) + (upper - inside) * (np.maximum(-s, 0.0) + fuzz)
-        squared.append(float(gap.sum()))
-    if not squared:
-        return math.inf
-    known = 0.0 if from_rows else fuzz * size  # rounding error of |x|^2 from K
-    return math.sqrt(max(0.0, min(squared)) + known) + float(np.linalg.norm(A @ (lam - inside))) + fuzz
