@@ -24,6 +24,8 @@ BIG = 1e160 * np.eye(3, 5)
 WRONG_VALUES = [
     (lambda: project(BIG, g), "rows 0, 1, 2, which hold .*squares overflow; scale it down"),
     (lambda: project(G.T, g), "If G has one column per constraint, pass G.T."),
+    (lambda: project(G.T, g[:, None]), r"pass G.T. If g is a column, pass g\[:, 0\]."),
+    (lambda: project(G[:1], g[:, None]), r"found \(\d+, 1\). If g is a column"),
     (lambda: solve_gram(np.array([[1.0, 2.0], [2.0, 1.0]]), np.ones(2)), "K must be .* semidefinite"),
     (lambda: solve_gram(np.array([[1.0, 0.5], [0.2, 1.0]]), np.ones(2)), "K must be .* symmetric: found"),
     (lambda: solve_gram(np.array([[1.0, 1.0], [1.0, 0.0]]), np.ones(2)), "K must be .* semidefinite"),

@@ -108,10 +108,9 @@ class KeeperCallback(CallbackBase, Callback):
         self._trainer = trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._attach(pl_module, trainer.optimizers[0], scaler=scaler, group=everyone())
-        # Lightning clips after the hook before the step. A fused optimizer divides by the loss scale in its
-        # step, with manual optimization the module clips, and it may call the optimizer itself.
-        fused = scaler is not None and getattr(trainer.optimizers[0], "_step_supports_amp_scaling", False)
-        self._steps[0].early = pl_module.automatic_optimization and not fused
+        # Lightning clips after the hook before the step. With manual optimization the module clips, and it
+        # may call the optimizer itself.
+        self._steps[0].early = pl_module.automatic_optimization
         self._collate = getattr(trainer.train_dataloader, "collate_fn", None)
         self._keep_pending()
         restored, self._restored = self._restored, None

@@ -130,7 +130,8 @@ class Loop:
                 if examples:
                     self.attach(name, stored, half)
                 steps = [self.step(half, past) for _ in range(ROUNDS + 1)][1:]
-                reason = self.keeper and self.keeper._training.joint.reason
+                training = self.keeper and self.keeper._training
+                reason = training and training.joint.reason
             except torch.cuda.OutOfMemoryError:
                 table.row(name, *[""] * len(STAGES), "out of memory")
                 self.stage = ""
