@@ -187,9 +187,10 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
     lead, batch, (t, d) = of_G[:-2], of_g[:-1], of_G[-2:]
     if of_g[-1:] != (d,):
         column = of_g[1:] == (1,)
+        turned = (of_g[:1] if column else of_g[-1:]) == (t,)
         raise ValueError(
             f"g must have shape {(*lead, d)} or (..., {d}) to go with G of shape {of_G}; found {of_g}."
-            f"{' If G has one column per constraint, pass G.T.' if (of_g[:1] if column else of_g[-1:]) == (t,) else ''}"
+            f"{' If G has one column per constraint, pass G.T.' if turned else ''}"
             f"{' If g is a column, pass g[:, 0].' if column else ''}"
         )
     of_w = (d,) if w is None else tuple(w.shape)
