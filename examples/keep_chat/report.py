@@ -60,10 +60,11 @@ def page(records: Sequence[Record]) -> str:
     parts = []
     for (skill, _), runs in grouped(lambda run: (run["skill"], str(run["form"])), records).items():
         steps, seeds = runs[0]["form"]["steps"], len({run["seed"] for run in runs})
+        each = "s; a row without an interval has one" if seeds > 1 else ""
         where = f"the last {runs[0]['form']['layers']} layers" if runs[0]["form"]["layers"] else "all layers"
         parts.append(
             f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
-            f"{seeds} seed{'s' if seeds > 1 else ''}.\n\n{table(runs)}"
+            f"{seeds} seed{each}.\n\n{table(runs)}"
         )
     return "\n\n".join([*parts, gates(usual(records))])
 
@@ -145,7 +146,8 @@ THEMES = {"light": ("#333333", "#d9d9d9"), "dark": ("#e6e6e6", "#4d4d4d")}
 def asked(records: Sequence[Record], ink: str) -> Figure:
     """Return a figure: the divergence asked for, and found on texts that no training saw."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(4.8, 3.2), sharey=True, width_ratios=(3, 2))
-    low, high = 0.015, 0.15
+    found = [run["value"] for run in records if run["kind"] == "promise"]
+    low, high = 0.75 * min(found), 1.5 * max(found)
     left.plot([low, high], [low, high], color=ink, linewidth=1, linestyle="--")
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
     for (k, skill), kind in product(enumerate(skills), ("promise", "outputs", "plain")):
