@@ -197,7 +197,7 @@ _VALID: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "h": (_NUMBERS, "finite, or -inf for rows without a constraint", lambda a: a < math.inf),
     "margin": (_NUMBERS, "finite and at least 0", lambda a: (a >= 0.0) & (a < math.inf)),
     "penalty": (_NUMBERS, "at least 0", lambda a: a >= 0.0),
-    "equality": ("True, False or an array of one boolean per constraint", "", lambda a: a | True),
+    "equality": ("True, False or an array of one boolean per constraint", "", np.isfinite),
 }
 
 

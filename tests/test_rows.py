@@ -115,6 +115,17 @@ def test_rows_are_the_gradients_of_the_means_in_evaluation_mode(microbatch, func
 
 
 @frozen_statistics
+@pytest.mark.parametrize("config", [torch.ones(2), {}, None], ids=["tensor", "empty", "none"])
+def test_a_config_that_is_not_of_transformers_is_left_alone(config):
+    model = Net()
+    model.config = config
+    optimizer, keeper = kept(model)
+    optimizer.step()
+    assert model.config is config
+    assert len(keeper.rows) == len(TASKS)
+
+
+@frozen_statistics
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_left_as_it_was(fails):
     model, faults = Net(), []

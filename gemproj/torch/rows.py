@@ -370,7 +370,8 @@ def _changes(modules: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
             yield module, "_gradient_checkpointing_func", partial(_checkpoint, module)
     # With a cache of transformers, packed texts attend to each other, and checkpoints recompute with the
     # cache of the first pass.
-    for config in {id(one): one for module in modules if (one := module.__dict__.get("config"))}.values():
+    found = [module.__dict__.get("config") for module in modules]
+    for config in {id(one): one for one in found if one is not None}.values():
         if getattr(config, "use_cache", False) and _kinds(config) & {"PretrainedConfig", "PreTrainedConfig"}:
             yield config, "use_cache", False
 
