@@ -113,6 +113,8 @@ def test_other_methods_and_abilities(finished, tmp_path):
         (["--skills", "poems"], "poems"),
         (["--methods", "plain:3"], "takes no value"),
         (["--methods", "promise"], "takes a value"),
+        (["--methods", "promise:0.05#few"], "VALUE, TEXTS and RATE are numbers"),
+        (["--methods", "promise:0.05/lara"], "unknown adapters"),
         (["--model", "nowhere"], "no folder"),
         (["--skills", "sequence"], "--instructions"),
     ],

@@ -168,7 +168,7 @@ def test_the_first_picture_shows_the_recorded_drifts():
     from examples.study.results import Results
 
     records = list(Results(DOCS / "results/keep-chat/runs.jsonl").records.values())
-    shown = report.usual(records)
+    shown = report.compared(records)
     assert len({(one["skill"], one["seed"]) for one in shown}) == 6
     for page in (README, DOCS / "index.md", DOCS / "keep_chat.md"):
         assert f'alt="{report.words(shown)}"' in page.read_text()

@@ -23,6 +23,7 @@ from . import report
 from .prepared import FORMS, prepare
 from .run import KINDS, WITHOUT_VALUE, Run
 
+ADAPTERS = ("lora", "osf", "all")
 SKILLS = ("news", "capitals", "sequence")
 LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
 GPU = (
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--methods",
         help="separated by spaces: KIND:VALUE#TEXTS@RATE/ADAPTERS, with the number of kept texts to use, "
-        f"a factor of the form's rate, and lora, osf or all; kinds are {', '.join(KINDS)}",
+        f"a factor of the form's rate, and {', '.join(ADAPTERS)}; kinds are {', '.join(KINDS)}",
     )
     found.add_argument("--seeds", type=command.count, default=1, help="number of seeds, from 0")
     found.add_argument("--cache", type=Path, help="folder for the model and the texts it wrote")
@@ -77,10 +78,14 @@ def runs_of(
             continue
         if bool(value) == (kind in WITHOUT_VALUE):
             raise command.SetupError(f"method {word!r}: {kind} takes {'no' if value else 'a'} value")
-        rate = FORMS[form].rate * float(factor or 1)
         trained = adapters or ("osf" if kind == "osf" else "lora")
-        about = (kind, float(value or 0), rate, trained, seed, int(texts or 0))
-        runs.append(Run(form, where, prepared, skill, *about, device))
+        command.check_known("adapters", [trained], ADAPTERS)
+        try:
+            numbers = float(value or 0), FORMS[form].rate * float(factor or 1)
+            count = int(texts or 0)
+        except ValueError:
+            raise command.SetupError(f"method {word!r}: VALUE, TEXTS and RATE are numbers") from None
+        runs.append(Run(form, where, prepared, skill, kind, *numbers, trained, seed, count, device))
     return runs
 
 

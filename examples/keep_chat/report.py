@@ -40,7 +40,7 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
     console.print(text, markup=False, soft_wrap=True)
     written = [folder / "keep-chat.md"]
     written[0].write_text(text + "\n", encoding="utf-8")
-    shown = usual(records)
+    shown = compared(records)
     if any(record["kind"] == "promise" for record in shown):
         for theme, (ink, lines) in THEMES.items():
             look = dict.fromkeys(INKED, ink) | {"grid.color": lines}
@@ -50,7 +50,7 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
     return written
 
 
-def usual(records: Sequence[Record]) -> list[Record]:
+def compared(records: Sequence[Record]) -> list[Record]:
     """Return the records of the first form with all kept texts: those of the figures and gates."""
     return [one for one in records if one["form"] == records[0]["form"] and not one.get("kept")]
 
@@ -66,7 +66,7 @@ def page(records: Sequence[Record]) -> str:
             f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
             f"{seeds} seed{each}.\n\n{table(runs)}"
         )
-    return "\n\n".join([*parts, gates(usual(records))])
+    return "\n\n".join([*parts, gates(compared(records))])
 
 
 def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], digits: int) -> str:
@@ -89,7 +89,11 @@ def table(runs: Sequence[Record]) -> str:
         "Abilities, %": (lambda run: 100 * mean(run["abilities"].values()) if run["abilities"] else None, 1),
         "Largest on the way": (lambda run: run.get("worst"), 3),
         "Looks, %": (lambda run: 100 * run["looks"] if run["kind"] == "auto" else None, 0),
-        "Time of a step": (lambda run: run["step"] / base if base and "step" in run else None, 1),
+        # That of the Trainer includes what is stored, and the verdict.
+        "Time of a step": (
+            lambda run: run["step"] / base if base and "step" in run and run["kind"] != "trainer" else None,
+            1,
+        ),
     }
     rows = []
     by = grouped(lambda run: (run["name"], run["rate"], run["adapters"]), runs)
@@ -106,8 +110,7 @@ def gates(records: Sequence[Record]) -> str:
     usual_rate = {record["form"]["rate"] for record in records}
     first = [run for run in records if run["rate"] in usual_rate and run["adapters"] == "lora"]
     methods: dict[str, Callable[[Record, float], bool]] = {
-        f"{KINDS[kind]} {value:g}" if kind not in WITHOUT_VALUE else KINDS[kind]: _is(kind, value)
-        for kind, value in USUAL.items()
+        method(kind, value, 0): _is(kind, value) for kind, value in USUAL.items()
     }
     methods["Promise, tolerance as the gate"] = _at_gate
     rows = []
