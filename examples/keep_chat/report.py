@@ -210,6 +210,7 @@ def front(records: Sequence[Record]) -> Figure:
         ax.set(title=TITLES[skill], xscale="log", xlabel="Divergence held out, nats per token")
         ax.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
         ax.minorticks_off()
+        ax.margins(y=0.12)  # for the labels
     axes[0][0].set_ylabel("Loss on the new skill, nats per token")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
