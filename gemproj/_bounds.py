@@ -178,7 +178,7 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     if right is None:
         return bounds
     if isinstance(like, np.ndarray):
-        return bounds.without(bounds.off) if bounds.off.any() else bounds
+        return bounds.without(off) if np.count_nonzero(off := right == -math.inf) else bounds
     if lower is None:  # on a device, the method leaves out rows that are switched off
         return bounds
     return bounds._replace(lower=xp.where(bounds.off, xp.zeros_like(like), lower))
@@ -209,7 +209,7 @@ def real_numbers(value: Any, name: str) -> np.ndarray:
         found = to_numpy(value) if is_array(value) else np.asarray(value)
     if found is None or found.dtype.kind not in "bfiu" or (found.dtype.kind == "b") != (name == "equality"):
         raise TypeError(f"{name} must be {kind}; found {value!r}.")
-    if not (fits := valid(found)).all():
+    if np.count_nonzero(fits := valid(found)) < found.size:
         raise ValueError(f"{name} must be {must}; found {found[~fits].flat[0]:g}.")
     return found
 
@@ -217,9 +217,9 @@ def real_numbers(value: Any, name: str) -> np.ndarray:
 def _per_row(value: Any, name: str, like: Array) -> Array:
     """Return an option as an array like b."""
     xp, device, mask = namespace(like), device_of(like), name == "equality"
-    there = is_like(value, like) and not on_host(device)
+    there = not on_host(device) and is_like(value, like)
     found = value if there else from_numpy(real_numbers(value, name), xp, device)
-    if xp.isdtype(found.dtype, "bool") != mask:
+    if there and xp.isdtype(found.dtype, "bool") != mask:
         raise TypeError(f"{name} must be {_VALID[name][0]}; found an array of {found.dtype}.")
     # Copied, because the solution keeps this array, and the caller may change the original.
     found = xp.astype(detach(found), found.dtype if mask else like.dtype, copy=True)

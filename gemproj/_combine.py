@@ -79,7 +79,9 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
         return
     # The slacks of x do not depend on the metric, but the step does.
     moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
-    for i in map(tuple, np.argwhere(rows.where)):
+    loses = np.zeros(np.shape(rows.where), dtype=bool)
+    loses[rows.where] = rows.basis.any(axis=(-2, -1))
+    for i in map(tuple, np.argwhere(loses)):
         one = replace(moved.at(i) if problem.batch else moved, weight=None)
         s[i] = slack_of(one, None if h is None else to_numpy(h)[i])
     step = np.zeros(s.shape)

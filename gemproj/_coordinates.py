@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import namespace, to_numpy
-from gemproj._constants import CUTOFF
+from gemproj._constants import CUTOFF, SMALL
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
@@ -36,12 +36,20 @@ class Rows(NamedTuple):
     a: np.ndarray
     basis: np.ndarray | None = None
 
+    def gram(self, problem: Problem) -> Gram:
+        """Return K, b and |g|^2 of a problem, from coordinates of the whole batch."""
+        V, a, shape = self.V, self.a, (*problem.batch, problem.t)
+        with np.errstate(all="ignore"):  # stage 2 raises an error that names the row
+            K, b, gg = V @ V.swapaxes(-1, -2), V @ a[..., None], a[:, None] @ a[..., None]
+        K = K[0] if problem.shared else K.reshape((*shape, problem.t))
+        return Gram(K, b.reshape(shape), gg.reshape(problem.batch))
+
     def without_zeros(self, gram: Gram) -> Rows:
         """Return these coordinates with zeros for rows and gradients that count as zero in K."""
         diagonal = gram.K.diagonal(0, -2, -1)
         if not diagonal.all():
             rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
-            self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
+            self.V[...] *= (rows != 0.0)[..., None]
         if not gram.gg.all():
             self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
         return self
@@ -62,18 +70,23 @@ class Rows(NamedTuple):
         return np.where(np.isfinite(step), step, 0.0)
 
 
-def own_rows(problem: Problem) -> Rows:
-    """Return G and g themselves, in float64, for a problem with no more columns than rows."""
-    t, G, g = problem.t, problem.rows[0], problem.vector[0]
-    if type(g) is np.ndarray and len(problem.rows) == 1 and problem.weight is None and not problem.batch:
-        whole = np.concatenate([a.reshape(-1, problem.columns) for a in (G, g)], dtype=np.float64)
+def own_rows(problem: Problem) -> Rows | None:
+    """Return G and g themselves, in float64, for a problem with no more columns than rows; else None.
+
+    A large batch has its coordinates computed where K does not resolve the rows.
+    """
+    t, d, batch, G, g = problem.t, problem.columns, problem.batch, problem.rows[0], problem.vector[0]
+    if not (problem.host and 0 < d <= t) or 0 in batch or (batch and d * (t + 1) > SMALL):
+        return None
+    if type(g) is np.ndarray and len(problem.rows) == 1 and problem.weight is None and not batch:
+        whole = np.concatenate([a.reshape(-1, d) for a in (G, g)], dtype=np.float64)
     else:
         with problem.without_autocast():
             parts = [to_numpy(tile).copy() for _, tile in stacked(problem)]
-        whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
-    where = np.ones(problem.batch, dtype=bool)
+        whole = np.concatenate(parts, axis=-1 if problem.shared or not batch else 0)
+    where = np.ones(batch, dtype=bool)
     V, a = (whole[None, :t], whole[t:]) if problem.shared else (whole[..., :t, :], whole[..., t, :])
-    return Rows(where, V.reshape(-1, t, problem.columns), a.reshape(-1, problem.columns))
+    return Rows(where, V.reshape(-1, t, d), a.reshape(-1, d))
 
 
 def from_rows(problem: Problem, where: np.ndarray) -> Rows:

@@ -23,7 +23,7 @@ from gemproj._constants import (
     TRUST_SMALL,
     WIDE_ROUNDING,
 )
-from gemproj._coordinates import from_rows, own_rows, unit_diagonal
+from gemproj._coordinates import from_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
@@ -31,9 +31,9 @@ from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smalle
 from gemproj.backends import search, solve_few
 from gemproj.methods import AnyMethod, Exact, Method, Status
 from gemproj.methods._method import call
-from gemproj.methods.exact import enumerable, outcome
+from gemproj.methods.exact import enumerable, without_rays
 
-INFEASIBLE = int(Status.INFEASIBLE)
+OPTIMAL, INFEASIBLE = int(Status.OPTIMAL), int(Status.INFEASIBLE)
 
 
 def solve_dual(
@@ -210,29 +210,30 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
 
     A problem with no more columns than rows is solved in its own coordinates at once.
     """
-    (K, b, _), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
-    t, batch, rows = b.shape[-1], b.shape[:-1], None
-    small = problem is not None and problem.columns * (t + 1) <= SMALL
-    if problem is not None and b.size and 0 < problem.columns <= t and (small or not batch):
-        rows = own_rows(problem).without_zeros(measured.gram)
-        lam, found = search(Dual(False, rows.V, rows.a.reshape((*batch, -1)), h, lower, upper, start))
+    (K, b, _), problem, rows, (lower, upper, h) = measured.gram, measured.rows, measured.own, bounds
+    if rows is not None:
+        rows.without_zeros(measured.gram)
+        dual = Dual(False, 0.0, rows.V, rows.a.reshape((*b.shape[:-1], -1)), h, lower, upper, start)
+        lam, status, pivots, total = search(dual)
     else:
-        lam, found = search(Dual(True, K, b, h, lower, upper, start))
-        chosen = (found[..., 2] < (TRUST_SMALL if small else RESOLVED)) | (found[..., 0] > 0)
-        if problem is not None and t and np.count_nonzero(chosen):
-            rows = from_rows(problem, chosen).without_zeros(measured.gram)
-            given = h, lower, upper, np.where(found[..., :1] < INFEASIBLE, lam, 0.0)
-            some = [None if a is None else a[chosen] for a in given]
-            lam[chosen], found[chosen] = search(Dual(False, rows.V, rows.a, *some))
-    rays = found[..., 0] >= INFEASIBLE
-    if h is not None and (np.count_nonzero(rays) or not K.diagonal(0, -2, -1).all()):
+        small = problem is not None and problem.columns * (b.shape[-1] + 1) <= SMALL
+        trust = TRUST_SMALL if small else RESOLVED
+        lam, status, pivots, total = search(Dual(True, trust, K, b, h, lower, upper, start))
+        if problem is not None and np.count_nonzero(status):
+            again = status != OPTIMAL
+            rows = from_rows(problem, again).without_zeros(measured.gram)
+            given = h, lower, upper, np.where(status[..., None] < INFEASIBLE, lam, 0.0)
+            some = (None if a is None else a[again] for a in given)
+            found = search(Dual(False, 0.0, rows.V, rows.a, *some))
+            lam[again], status[again], pivots[again], total[again] = found
+    if h is not None and (np.count_nonzero(rays := status >= INFEASIBLE) or not K.diagonal(0, -2, -1).all()):
         slight = _refuse_infeasible(bounds, measured.gram, lam, rays)
         if np.count_nonzero(slight):
             return _search(measured, bounds.without(slight), start)
-    # Without h, K and b contradict each other: there is no g with G g = b.
-    lam, pivots, status = outcome(lam, found, resolved=rows is not None)
+    if np.count_nonzero(status):  # without h, K and b contradict each other: there is no g with G g = b
+        without_rays(lam, status)
     sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
-    if rows is not None and np.count_nonzero(loses := EPS * found[..., 3] > LOST):
+    if rows is not None and np.count_nonzero(loses := EPS * total > LOST):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
 

@@ -20,6 +20,7 @@ from gemproj._arrays import (
 )
 from gemproj._checks import check_array
 from gemproj._constants import EPS, WIDE_RANGE, WIDE_ROUNDING
+from gemproj._coordinates import own_rows
 from gemproj._problem import Problem, check_problem
 from gemproj._tspace import Gram, Measured, inverse
 from gemproj.backends import select
@@ -55,6 +56,8 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 def measure(problem: Problem) -> Measured:
     """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G."""
+    if (own := own_rows(problem)) is not None:
+        return Measured(own.gram(problem), WIDE_ROUNDING, problem.to_caller, problem, own)
     rounding = WIDE_ROUNDING
     if not problem.host:  # there may be no float64
         rounding *= float(problem.xp.finfo(problem.wide).eps) / EPS
@@ -66,18 +69,19 @@ def check_range(gram: Gram, problem: Problem | None) -> Gram:
 
     Their squares have lost digits in float64, so they count as zero. Raise if g or a row of G is not finite.
     """
-    low, high = WIDE_RANGE
+    (low, high), diagonal = WIDE_RANGE, gram.K.diagonal(0, -2, -1)
     if gram.gg.ndim == 0:  # Python floats are compared faster than NumPy scalars, and a sum is never less
-        numbers = [*gram.K.diagonal().tolist(), float(gram.gg)]
-        inside = low < min(numbers) and sum(numbers) < high
+        numbers = [*diagonal.tolist(), float(gram.gg)]
+        small, large = not low < min(numbers), not sum(numbers) < high
     else:
-        squares = np.diagonal(gram.K, axis1=-2, axis2=-1), gram.gg
-        inside = all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares)
-    if inside:
+        small = not all(low < v.min(initial=1.0) for v in (diagonal, gram.gg))
+        large = not all(v.max(initial=1.0) < high for v in (diagonal, gram.gg))
+    if large:
+        weighted = problem is not None and problem.weight is not None
+        _check_finite(gram, *(("G / sqrt(metric)", "g * sqrt(metric)") if weighted else ("G", "g")))
+    if not small:
         return gram
-    weighted = problem is not None and problem.weight is not None
-    _check_finite(gram, *(("G / sqrt(metric)", "g * sqrt(metric)") if weighted else ("G", "g")))
-    rows, vector = np.diagonal(gram.K, axis1=-2, axis2=-1) > low, gram.gg > low
+    rows, vector = diagonal > low, gram.gg > low
     K = np.where(rows[..., :, None] & rows[..., None, :], gram.K, 0.0)
     return Gram(K, np.where(rows & vector[..., None], gram.b, 0.0), np.where(vector, gram.gg, 0.0))
 

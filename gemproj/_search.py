@@ -74,8 +74,8 @@ class Search(NamedTuple):
 
 
 def solve(
-    first: int, last: int, of_gram: bool, rows: Any, linear: Any, h: Any, lower: Any, upper: Any, start: Any,
-    lam: Any, found: Any,
+    first: int, last: int, of_gram: bool, trust: float, rows: Any, linear: Any, h: Any, lower: Any,
+    upper: Any, start: Any, lam: Any, status: Any, pivots: Any, total: Any,
 ) -> None:  # fmt: skip
     """Solve problems ``first .. last - 1`` of a batch; rows may have any norm.
 
@@ -84,17 +84,20 @@ def solve(
     of_gram : bool
         Whether `rows` is K (..., t, t) and `linear` is b (..., t); else they are V (..., t, m) and a (...,
         m).
+    trust : float
+        Distance of an active row from the span of the others below which the solution is UNRESOLVED.
     rows : array, shape (problems, t, m), or (1, t, m) for the same rows in all problems
     linear : array, shape (problems, m)
     h, lower, upper, start : array, shape (problems, t), or empty for zeros, zeros, infinity and zeros
         Right-hand sides, bounds, and multipliers to start from.
     lam : array, shape (problems, t)
         Output: the multipliers; for an infeasible h the ray.
-    found : array, shape (problems, 4)
-        Output: status, number of pivots, the smallest distance of an active row from the span of the others,
-        and the sum of ``|lam_i| |g_i|`` relative to the size of the problem.
+    status, pivots : array of int64, shape (problems,)
+        Output: status and number of pivots.
+    total : array, shape (problems,)
+        Output: the sum of ``|lam_i| |g_i|``, relative to the size of the problem.
     """
-    t = lam.shape[1]
+    t, found = lam.shape[1], np.zeros(3)
     low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
     for p in range(first, last):
         given = rows[p if len(rows) > 1 else 0]
@@ -108,7 +111,7 @@ def solve(
             slack = (linear[p, i] if of_gram else dot(given[i], linear[p])) - right[i]
             plain = plain and low[i] == 0.0 and slack >= 0.0
             finite = finite and norm[i] < np.inf
-        found[p, 0], found[p, 1], found[p, 2], found[p, 3] = OPTIMAL, 0.0, 1.0, 0.0
+        status[p], pivots[p], total[p] = OPTIMAL, 0, 0.0
         if plain:  # g violates no constraint
             continue
         if of_gram:
@@ -144,18 +147,20 @@ def solve(
             np.zeros(m), np.zeros(t), np.zeros(n), np.zeros(m), np.zeros(n), np.zeros(n),
         )  # fmt: skip
         if of_gram:
-            search(state, GRAM_RESOLVES, GRAM_CONTRADICT, found[p])
+            search(state, GRAM_RESOLVES, GRAM_CONTRADICT, found)
         else:
-            search(state, ROWS_RESOLVE, ROWS_CONTRADICT, found[p])
-        if not finite:
-            found[p, 0] = STALLED
+            search(state, ROWS_RESOLVE, ROWS_CONTRADICT, found)
+        status[p], pivots[p], total[p] = int(found[0]) if finite else STALLED, state.count[1], found[2]
+        ray = status[p] == INFEASIBLE
+        if found[1] < trust:
+            status[p] |= UNRESOLVED
         for i in range(t):
             least = lower[p, i] if len(lower) else 0.0
             most = upper[p, i] if len(upper) else np.inf
             if norm[i] == 0.0:  # violated by every x if h is positive
                 violated = len(h) > 0 and h[p, i] > 0.0 and most < np.inf
                 lam[p, i] = most if violated else min(max(0.0, least), most)
-            elif found[p, 0] < INFEASIBLE:  # scaling would round multipliers at a bound
+            elif not ray:  # scaling would round multipliers at a bound
                 value = lam[p, i] * (size / norm[i])
                 at_low, at_high = lam[p, i] <= low[i], lam[p, i] >= high[i]
                 lam[p, i] = least if at_low else most if at_high else min(max(value, least), most)
@@ -210,7 +215,11 @@ def of_norm_one(rows: Any, norm: Any, right: Any) -> Any:
 
 
 def search(state: Search, resolves: float, contradicts: float, found: Any) -> None:
-    """Solve a problem; `state.lam` holds the start, then the solution. See `solve` for `found`."""
+    """Solve a problem; `state.lam` holds the start, then the solution.
+
+    Write what was `found`: the status, the smallest distance of an active row from the span of the others,
+    and the sum of the absolute multipliers.
+    """
     lam, t, entered, origin, size = state.lam, len(state.lam), -1, 0.0, 1.0
     release_all(state, resolves)
     while True:
@@ -239,7 +248,7 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
                 for p in range(state.count[0]):
                     lam[state.order[p]] = -sign * state.weights[p]
                 lam[entered] = sign
-                found[0], found[1], found[2] = INFEASIBLE, state.count[1], 0.0
+                found[0], found[1], found[2] = INFEASIBLE, 0.0, 0.0
                 return
             for i in range(t):
                 state.tabu[i] = state.tabu[i] and (rounding or step == np.inf)
@@ -459,7 +468,7 @@ def judge(state: Search, size: float, found: Any) -> None:
         solve_transposed(state.R, k, w)
         nearest = min(nearest, 1.0 / np.sqrt(dot(w[:k], w[:k])))
     found[0] = status if moved <= HOPELESS else status | UNRESOLVED
-    found[1], found[2], found[3] = state.count[1], nearest, total
+    found[1], found[2] = nearest, total
 
 
 def reach(here: float, end: float, low: float, high: float) -> float:

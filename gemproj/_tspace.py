@@ -50,18 +50,25 @@ class Measured(NamedTuple):
     rows : Problem or None
         The problem with G and g, used to read G again if K is ill-conditioned. None if only K is given, or
         if this process has only a shard of G.
+    own : Rows or None
+        G and g themselves as coordinates, for a problem with no more columns than rows.
     """
 
     gram: Gram
     rounding: float
     to_caller: Callable[[Array], Array]
     rows: Any = None
+    own: Any = None
 
 
 class Dual(NamedTuple):
-    """Dual problems: K and b (..., t), or coordinates V (..., t, m) and a (..., m); None for defaults."""
+    """Dual problems: K and b (..., t), or coordinates V (..., t, m) and a (..., m); None for defaults.
+
+    Solutions are unresolved if an active row is closer to the span of the others than `trust`.
+    """
 
     of_gram: bool
+    trust: float
     rows: np.ndarray
     linear: Any
     h: Any = None

@@ -164,10 +164,10 @@ def searched(problems: list[Problem], search: Any) -> tuple[np.ndarray, np.ndarr
         np.array([np.broadcast_to(v, shape) for v in values]) for *values, shape in each
     )
     lower, rows = np.where(equality, -upper, margin), G / np.sqrt(metric)[:, None]
-    lam, found = search(Dual(False, rows, g * np.sqrt(metric), h, lower, upper))
+    lam, status, *_ = search(Dual(False, 0.0, rows, g * np.sqrt(metric), h, lower, upper))
     void = ~G.any(axis=2) & np.where(equality, h != 0, h > 0) & np.isinf(upper)  # rows of norm zero
     lam = np.where(void.any(axis=1)[:, None], void * np.sign(h) * (void.cumsum(axis=1) == 1), lam)
-    return lam, (found[:, 0] >= 16) | void.any(axis=1)
+    return lam, (status >= 16) | void.any(axis=1)
 
 
 def expected(problem: Problem, lam: np.ndarray, refused: bool) -> np.ndarray | None:
@@ -225,7 +225,7 @@ def cones(rng: np.random.Generator) -> Iterator[Verdict]:
         exact = np.stack(found)
         answers = {"project": project(G, g), "Exact on K and b": combine(G, g, Exact()(K, b))}
         for form, search in forms().items():
-            for source, given in (("K", (True, K, b)), ("rows", (False, G, g))):
+            for source, given in (("K", (True, 0.0, K, b)), ("rows", (False, 0.0, G, g))):
                 lam = search(Dual(*given))[0]
                 answers[f"search from {source}, {form}"] = g + np.einsum("nt,ntd->nd", lam, G)
         size = np.linalg.norm(g, axis=1)

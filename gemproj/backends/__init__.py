@@ -53,8 +53,8 @@ def select(problem: Problem) -> Backend:
     return problem.backend
 
 
-def search(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multipliers (problems, t) and `found` (problems, 4) of `gemproj._search.solve`."""
+def search(dual: Dual) -> tuple[np.ndarray, ...]:
+    """Return multipliers (..., t), status, pivots and sums of multipliers, see `gemproj._search.solve`."""
     return _on_host(wanted).solve(dual)
 
 

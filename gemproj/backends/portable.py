@@ -79,18 +79,19 @@ def bind(problem: Problem) -> None:
     """Return None: `Portable` serves every problem."""
 
 
-def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multipliers (..., t) and what was found (..., 4), see `gemproj._search.solve`.
+def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, ...]:
+    """Return multipliers (..., t), status, pivots and sums of multipliers, see `gemproj._search.solve`.
 
     `run` gets the arguments of that function, all arrays in float64 and row-major order.
     """
     batch, (t, m) = dual.linear.shape[:-1], dual.rows.shape[-2:]
     count, shapes = math.prod(batch), [(math.prod(dual.rows.shape[:-2]), t, m), (math.prod(batch), m)]
-    given = zip(dual[1:], [*shapes, *[(count, t)] * 4], strict=True)
+    given = zip(dual[2:], [*shapes, *[(count, t)] * 4], strict=True)
     arrays = [_NONE if a is None else _float64(a.reshape(shape)) for a, shape in given]
-    lam, found = np.empty((count, t)), np.empty((count, 4))
-    run(0, count, dual.of_gram, *arrays, lam, found)
-    return lam.reshape((*batch, t)), found.reshape((*batch, 4))
+    lam, total = np.empty((count, t)), np.empty(count)
+    status, pivots = np.empty((2, count), dtype=np.int64)
+    run(0, count, *dual[:2], *arrays, lam, status, pivots, total)
+    return lam.reshape((*batch, t)), *(a.reshape(batch) for a in (status, pivots, total))
 
 
 def _float64(a: np.ndarray) -> np.ndarray:

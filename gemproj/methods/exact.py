@@ -48,20 +48,17 @@ class Exact(Method):
             return Outcome(solve_few(K, b), none, none)
         given = [K, b, *(a if a is None else xp.broadcast_to(a, shape) for a in (lower, upper, warm_start))]
         given = [a if a is None else to_numpy(a) for a in given] if on_host(device) else fetch(given)
-        lam, *numbers = outcome(*search(Dual(True, given[0], given[1], None, *given[2:])))
-        lam, *numbers = (from_numpy(a, xp, device) for a in (lam, *numbers))
-        return Outcome(xp.astype(lam, b.dtype, copy=False), *numbers)
+        lam, status, pivots, _ = search(Dual(True, RESOLVED, given[0], given[1], None, *given[2:]))
+        without_rays(lam, status)
+        lam, pivots, status = (from_numpy(a, xp, device) for a in (lam, pivots, status))
+        return Outcome(xp.astype(lam, b.dtype, copy=False), pivots, status)
 
 
-def outcome(lam: np.ndarray, found: np.ndarray, resolved: bool = False) -> Outcome:
-    """Return the outcome of `gemproj.backends.search`; `resolved` if dependent rows were seen in G."""
-    status = found[..., 0].astype(np.int64)
-    if not resolved:
-        status[found[..., 2] < RESOLVED] |= int(Status.UNRESOLVED)
+def without_rays(lam: np.ndarray, status: np.ndarray) -> None:
+    """Write zero multipliers, and STALLED, where the search has ended with a ray."""
     rays = status >= int(Status.INFEASIBLE)
     if np.count_nonzero(rays):
         lam[rays], status[rays] = 0.0, int(Status.STALLED)
-    return Outcome(lam, found[..., 1].astype(np.int64), status)
 
 
 def enumerable(b: Array, options: Any) -> bool:

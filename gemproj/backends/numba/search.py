@@ -56,7 +56,7 @@ _solve = compile_module(_search, {**_LOOPS, "rotate": _rotate}).solve
 
 def _run(first: int, last: int, *arguments: Any) -> None:
     """Solve a batch as `gemproj._search.solve` does; threads share a large one."""
-    work = last * _READS * arguments[1].shape[1] * arguments[1].shape[2]
+    work = last * _READS * arguments[2].shape[1] * arguments[2].shape[2]
     share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, work)
 
 
