@@ -29,7 +29,7 @@ from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot
 from gemproj.backends import search, solve_few
-from gemproj.methods import AnyMethod, Exact, Method, Status
+from gemproj.methods import AnyMethod, Exact, Method, Quadprog, Status
 from gemproj.methods._method import call
 from gemproj.methods.exact import enumerable, without_rays
 
@@ -317,7 +317,8 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
         finite = kept if off is None else kept | off
         status = status | xp.astype(~xp.all(finite, axis=-1), xp.int64) * int(Status.ROW_DROPPED)
     sol = DualSolution(lam, gram, bounds, iterations, status, measured.rounding)
-    if isinstance(method, Exact):  # a class derived from it need not return what it has solved
+    # A class derived from Exact need not return what it has solved, and quadprog adds a ridge.
+    if isinstance(method, Exact | Quadprog):
         missed = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(b.dtype).eps
         sol = replace(sol, _status=status | xp.astype(missed, xp.int64) * int(Status.STALLED))
     return sol

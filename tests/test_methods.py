@@ -173,7 +173,7 @@ def test_nicknames_are_default_objects():
     for name, method in METHODS.items():
         skip_without(name)
         claims = int(solve_dual(np.eye(2), -np.ones(2), method=name).status)
-        assert claims == (Status.OPTIMAL if name == "exact" else Status.APPROXIMATE)
+        assert claims == (Status.OPTIMAL if name in ("exact", "quadprog") else Status.APPROXIMATE)
         assert method == type(method)()
         assert repr(method).startswith(type(method).__name__)
         assert len({method, type(method)()}) == 1
@@ -191,6 +191,13 @@ def test_a_class_derived_from_exact_is_not_trusted(xp, rng):
     half = solve_dual(xp.array(G), xp.array(g), method=Halved())
     assert int(half.status) == Status.STALLED
     assert_close(xp.project(G, g, method=Halved()), g + G.T @ xp.numpy(half.multipliers), atol=1e-13)
+
+
+def test_what_a_ridge_misses_is_stalled():
+    """Rows opposite up to 1e-6 have multipliers of 1e6, which a ridge of 1e-12 shortens."""
+    skip_without("quadprog")
+    G, g = np.array([[1.0, 0.0], [-1.0, 1e-6]]), np.array([-1.0, -1.0])
+    assert int(solve_dual(G, g, method="quadprog").status) == Status.STALLED
 
 
 def test_methods_that_compare_equal_are_not_mixed_up():

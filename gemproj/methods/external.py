@@ -59,8 +59,9 @@ class Quadprog(External):
     """Goldfarb and Idnani's dual active-set method from the quadprog package: the solver of GEM's own code.
 
     It runs on the CPU, on normalised rows, and needs the extra `qp`. It needs a positive definite matrix, so
-    a ridge is unavoidable, and solutions have the status ``APPROXIMATE``. Here the ridge is relative to the
-    unit diagonal of the normalised Gram matrix; in GEM's own code it is absolute.
+    a ridge is unavoidable; `solve_dual` sets the status ``STALLED`` where the optimality conditions are
+    missed by more than 1e-9. Here the ridge is relative to the unit diagonal of the normalised Gram matrix;
+    in GEM's own code it is absolute.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ class Quadprog(External):
                 f"quadprog rejects this problem ({error}). Dependent rows need a larger ridge: "
                 f"{self!r} has {self.ridge}. method='exact' needs no ridge."
             ) from error
-        return lam, int(iterations[0]), int(Status.APPROXIMATE)
+        return lam, int(iterations[0]), int(Status.OPTIMAL)
 
 
 @dataclass(frozen=True)
