@@ -310,7 +310,8 @@ class Distillation:
         return (None if examples is None else torch.ones_like(examples, dtype=torch.bool)), examples
 
     def _log_probabilities(self, logits: Tensor) -> Tensor:
-        return torch.log_softmax(_widened(logits) / self._temperature, dim=-1)
+        logits = _widened(logits)  # a division by one would copy a number for each class
+        return torch.log_softmax(logits if self._temperature == 1.0 else logits / self._temperature, dim=-1)
 
 
 def _predicts_next(model: Any) -> bool:
