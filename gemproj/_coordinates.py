@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     def without_zeros(self, gram: Gram) -> Rows:
         """Return these coordinates with zeros for rows and gradients that count as zero in K."""
         diagonal = gram.K.diagonal(0, -2, -1)
-        if not diagonal.all():
+        if np.count_nonzero(diagonal) < diagonal.size:
             rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
             self.V[...] *= (rows != 0.0)[..., None]
         if not gram.gg.all():
