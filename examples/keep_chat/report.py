@@ -205,8 +205,10 @@ def front(records: Sequence[Record]) -> Figure:
             for x, y, value in points:
                 if kind not in WITHOUT_VALUE:
                     # A point that is alone has its label on the left, away from the lines.
-                    at = {"xytext": (5, 5)} if len(points) > 1 else {"xytext": (-6, -4), "ha": "right"}
-                    ax.annotate(f"{value:g}", (x, y), **at, textcoords="offset points", color=PALETTE[kind])
+                    side, at = ("left", (5, 5)) if len(points) > 1 else ("right", (-6, -4))
+                    ax.annotate(
+                        f"{value:g}", (x, y), at, textcoords="offset points", ha=side, color=PALETTE[kind]
+                    )
         ax.set(xscale="log")
         ax.set_title(TITLES[skill], fontsize=10)
         ax.set_xticks(TICKS[1::2], [f"{tick:g}" for tick in TICKS[1::2]])
