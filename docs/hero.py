@@ -159,7 +159,7 @@ def svg(sheet: Sheet, *parts: str) -> str:
 
 def hero(colours: Colours) -> str:
     """Return the picture with its labels."""
-    sheet = Sheet(720, 380, (328, 304), 146, colours)
+    sheet = Sheet(660, 380, (328, 304), 146, colours)
     px, apex, colour = sheet.at(x), sheet.at(np.zeros(2)), sheet.colours
     return svg(
         sheet,
@@ -167,8 +167,8 @@ def hero(colours: Colours) -> str:
         arrows(sheet, 4),
         label(sheet.at(g), -66, -40, colour.ink, "g, the gradient", "of the new task"),
         label(sheet.at(agem), 20, -4, colour.agem, "A-GEM", "violates task 2"),
-        label(px, 22, -1, colour.exact, "x, the projection", "the nearest to g that keeps both tasks"),
-        label(px, 140, 116, colour.soft, "the cone", "keeps task 1 and task 2"),
+        label(px, 22, -1, colour.exact, "x, the projection", "nearest to g, keeps both tasks"),
+        label(px, 120, 116, colour.soft, "the cone", "keeps both tasks"),
         label(apex, 147, 33, colour.soft, "", "task 1"),
         label(apex, 40, -278, colour.soft, "", "task 2"),
     )

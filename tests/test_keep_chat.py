@@ -71,7 +71,7 @@ def test_tables_and_figures(finished):
     text = (out / "keep-chat.md").read_text()
     assert "Promise, tolerance 0.05" in text
     assert "Promise, tolerance as the gate" in text
-    for name in ("asked-light.svg", "asked-dark.svg", "front.png"):
+    for name in ("asked-light.svg", "asked-dark.svg", "front-light.svg", "front-dark.svg"):
         assert (out / name).stat().st_size > 1000
 
 

@@ -174,6 +174,14 @@ def test_the_first_picture_shows_the_recorded_drifts():
         assert f'alt="{report.words(shown)}"' in page.read_text()
 
 
+def test_pages_say_in_the_same_words_what_gemproj_is():
+    """Both parts of the package's description stand in each of them."""
+    description = re.search(r'(?m)^description = "(.*): (.*)\."', (ROOT / "pyproject.toml").read_text())
+    for page in (README, DOCS / "index.md", DOCS / "llms.txt", ROOT / "conda/recipe.yaml"):
+        text = re.sub(r"[\s>]+", " ", page.read_text())
+        assert [part for part in description.groups() if part not in text] == [], page.name
+
+
 def words(text):
     return re.findall(r"[^\W\d]\w*", text)
 

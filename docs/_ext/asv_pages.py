@@ -42,7 +42,7 @@ def draw(app: Any) -> None:
     """Draw `PANELS` over the recorded commits, for method exact in float32 on torch."""
     runs = recorded()
     with plt.rc_context(STYLE):
-        figure, both = plt.subplots(1, 2, figsize=(8.4, 3.6))
+        figure, both = plt.subplots(2, 1, figsize=(6, 5.4), sharex=True)
         for axes, (name, title) in zip(both, PANELS.items(), strict=True):
             for t in (2, 9, 49):
                 case = ("'exact'", str(t), str(LORA))
@@ -59,6 +59,7 @@ def draw(app: Any) -> None:
             axes.set_title(title)
             if "time" in name:
                 axes.set_yscale("log")
+                axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_minor_formatter("")
             else:
                 axes.set_ylim(0)

@@ -37,7 +37,7 @@ STYLE = {
     "axes.titlecolor": INK[0],
     "figure.constrained_layout.use": True,
     "figure.facecolor": "none",
-    "figure.figsize": (6.4, 3.6),
+    "figure.figsize": (6.0, 3.6),
     "font.size": 11.5,
     "grid.color": LINES[0],
     "legend.frameon": False,

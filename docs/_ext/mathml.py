@@ -23,7 +23,8 @@ def mathml(latex: str, display: str = "inline") -> str:
         raise ExtensionError(f"cannot convert the formula {latex!r}: {error!r}") from error
     if "\\" in result:
         raise ExtensionError(f"a command is not known in the formula {latex!r}: {result}")
-    return result
+    # The bars of a norm are as high as each other: one with an exponent would not stretch with its partner.
+    return result.replace("<mo>&#x02016;</mo>", '<mo stretchy="false">&#x02016;</mo>')
 
 
 def visit_inline(translator, node: nodes.math) -> None:

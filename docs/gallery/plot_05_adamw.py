@@ -51,9 +51,9 @@ for on, colour, name in (("gradient", "C1", 'on="gradient"'), ("both", "C0", 'on
     found = cosines(on)
     share = sum(cosine < -1e-6 for cosine in found) / len(found)
     text = f"{name}: {share:.0%} of the steps raise it"
-    axes.hist(found, 44, range=(-0.205, 0.235), color=colour, alpha=0.6, label=text)
-axes.axvline(0, color="C4", lw=1)
-axes.set(xlabel="cosine of the applied step with the old loss's gradient", ylabel="steps", ylim=(0, 160))
+    axes.plot(found, ".", color=colour, label=text)
+axes.axhline(0, color="C4", lw=1)
+axes.set(xlabel="step", ylabel="cosine with the old loss's gradient")
 axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
-figure.set_label("Histogram of cosines: many steps below zero with the gradient projected, none with both")
+figure.set_label("Cosine of each step: some below zero with the gradient projected, none with both")
 plt.show()

@@ -33,9 +33,9 @@ def train(model, optimizer, skill, steps):
 # The loss on the kept examples while the network learns something that contradicts it. Dashed: the bounds.
 figure, axes = plt.subplots()
 for tolerance, colour, name in (
-    (None, "C1", "no step raises it"),
+    (None, "C1", "no tolerance"),
     (0.0, "C0", "tolerance=0.0"),
-    (0.1, "C3", "0.1"),
+    (0.1, "C3", "tolerance=0.1"),
 ):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))

@@ -50,7 +50,7 @@ print(keeper.report())
 
 # %%
 # The report draws itself: loss, or divergence from what the model said, over the steps; dashed: the bounds.
-figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+figure, axes = plt.subplots(figsize=(6.0, 4.2), layout="constrained")
 keeper.report().plot(axes)
 axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
 axes.set_ylabel("loss on kept examples")

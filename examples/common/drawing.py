@@ -1,5 +1,6 @@
 """The style of figures, and parts of them."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -10,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # before pyplot: no window, also without a display
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -43,6 +45,22 @@ def save(path: Path, drawing: Callable[..., Figure], *arguments: Any, **look: An
         figure.savefig(path, **svg)
         plt.close(figure)
     return path
+
+
+def dark(path: Path) -> Path:
+    """Write the copy of ``NAME-light.svg`` for dark pages, ``NAME-dark.svg``, and return its path.
+
+    Lightness is turned around and hues are kept, as by the filter `invert(1) hue-rotate(180deg)` of CSS.
+    """
+
+    def turned(found: re.Match[str]) -> str:
+        inverted = 1 - np.array(list(bytes.fromhex(found[1]))) / 255
+        colour = np.clip(2 * inverted @ (0.213, 0.715, 0.072) - inverted, 0, 1)
+        return f"#{bytes((255 * colour).round().astype(np.uint8)).hex()}"
+
+    copy = path.with_name(path.name.replace("-light", "-dark"))
+    copy.write_text(re.sub("#([0-9a-f]{6})", turned, path.read_text()))
+    return copy
 
 
 def bar(axes: Axes, x: float, estimate: Any, scale: float, width: float, **look: Any) -> None:

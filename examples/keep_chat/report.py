@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ..common import colours
-from ..common.drawing import plt, save
+from ..common.drawing import INK, dark, plt, save
 from ..common.metrics import Record, grouped, interval
 from ..common.results import Results
 from ..common.tables import markdown_table, plus_minus
@@ -42,11 +42,9 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
     written[0].write_text(text + "\n", encoding="utf-8")
     shown = compared(records)
     if any(record["kind"] == "promise" for record in shown):
-        for theme, (ink, lines) in THEMES.items():
-            look = dict.fromkeys(INKED, ink) | {"grid.color": lines}
-            written.append(save(folder / f"asked-{theme}.svg", asked, shown, ink, **look))
-            if theme == "light":
-                written.append(save(folder / "front.png", front, shown, **look))
+        for drawing in (asked, front):
+            path = save(folder / f"{drawing.__name__}-light.svg", drawing, shown, **LOOK)
+            written += [path, dark(path)]
     return written
 
 
@@ -141,17 +139,17 @@ PALETTE = {
     "plain": colours.FINE_TUNING, "outputs": colours.REPLAY_OF_OUTPUTS, "promise": colours.GEM,
     "text": colours.REPLAY, "average": colours.AGEM, "own": colours.NO_EXAMPLES,
 }  # fmt: skip
-# Colours of text and axes, and of the grid, on a light and on a dark page.
-INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-THEMES = {"light": ("#333333", "#d9d9d9"), "dark": ("#e6e6e6", "#4d4d4d")}
+# Text and axes have one colour, and the grid is seen on a dark page, too.
+LOOK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+LOOK["grid.color"] = "#c4c4c4"
 
 
-def asked(records: Sequence[Record], ink: str) -> Figure:
+def asked(records: Sequence[Record]) -> Figure:
     """Return a figure: the divergence asked for, and found on texts that no training saw."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(4.8, 3.2), sharey=True, width_ratios=(3, 2))
     found = [run["value"] for run in records if run["kind"] == "promise"]
     low, high = 0.75 * min(found), 1.5 * max(found)
-    left.plot([low, high], [low, high], color=ink, linewidth=1, linestyle="--")
+    left.plot([low, high], [low, high], color=INK, linewidth=1, linestyle="--")
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
     for (k, skill), kind in product(enumerate(skills), ("promise", "outputs", "plain")):
         runs = [run for run in records if run["skill"] == skill and run["kind"] == kind]
@@ -173,7 +171,7 @@ def asked(records: Sequence[Record], ink: str) -> Figure:
     left.legend(loc="upper left")
     right.set_xticks([0, 1], ["fine-\ntuning", "KL term,\nweight 1"])
     right.set_xlim(-0.6, 1.6)
-    left.text(high, high, "found as asked  ", ha="right", va="bottom", fontsize=8)
+    left.text(high, high, "found as asked  ", ha="right", va="bottom", fontsize=9)
     left.set_title("With a tolerance", fontsize=10)
     right.set_title("Without", fontsize=10)
     return figure
@@ -194,7 +192,7 @@ def words(records: Sequence[Record]) -> str:
 def front(records: Sequence[Record]) -> Figure:
     """Return a figure: the loss on the new skill over the divergence on unseen texts, means of the seeds."""
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
-    figure, axes = plt.subplots(1, len(skills), figsize=(4 * len(skills), 3.6), squeeze=False)
+    figure, axes = plt.subplots(1, len(skills), figsize=(2.7 * len(skills), 3.4), squeeze=False)
     for skill, ax in zip(skills, axes[0], strict=True):
         runs = [run for run in records if run["skill"] == skill and run["kind"] in PALETTE]
         for (kind, _), found in grouped(lambda run: (run["kind"], run["adapters"]), runs).items():
@@ -206,11 +204,17 @@ def front(records: Sequence[Record]) -> Figure:
             ax.plot(*list(zip(*points, strict=True))[:2], label=KINDS[kind], **look)
             for x, y, value in points:
                 if kind not in WITHOUT_VALUE:
-                    ax.annotate(f"{value:g}", (x, y), (5, 5), textcoords="offset points", color=PALETTE[kind])
-        ax.set(title=TITLES[skill], xscale="log", xlabel="Divergence held out, nats per token")
-        ax.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+                    # A point that is alone has its label on the left, away from the lines.
+                    side, at = ("left", (5, 5)) if len(points) > 1 else ("right", (-6, -4))
+                    ax.annotate(
+                        f"{value:g}", (x, y), at, textcoords="offset points", ha=side, color=PALETTE[kind]
+                    )
+        ax.set(xscale="log")
+        ax.set_title(TITLES[skill], fontsize=10)
+        ax.set_xticks(TICKS[1::2], [f"{tick:g}" for tick in TICKS[1::2]])
         ax.minorticks_off()
         ax.margins(y=0.12)  # for the labels
     axes[0][0].set_ylabel("Loss on the new skill, nats per token")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.supxlabel("Divergence held out, nats per token", fontsize=10)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure

@@ -27,7 +27,7 @@ def paired_differences(found: Found, baseline: str = "replay") -> Figure:
         for name in (name for name in others if METHODS[name].family == family):
             if one := found.minus(name, baseline):
                 rows.append((METHODS[name].title, METHODS[name].colour, one))
-    figure, axes = plt.subplots(figsize=(6.8, 1.2 + 0.23 * len(rows)))
+    figure, axes = plt.subplots(figsize=(5.4, 1.2 + 0.23 * len(rows)))
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [text for text, *_ in rows])
     for y, (text, (_, colour, one)) in enumerate(zip(axes.get_yticklabels(), rows, strict=True)):
@@ -41,7 +41,7 @@ def paired_differences(found: Found, baseline: str = "replay") -> Figure:
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel(f"Final average accuracy minus that of {METHODS[baseline].title} (percentage points)")
+    axes.set_xlabel(f"Accuracy minus that of {METHODS[baseline].title}, percentage points")
     shown = [one for *_, one in rows if one]
     return noted(figure, _note(shown) + " Paired by seed. Filled: the interval excludes zero.")
 
