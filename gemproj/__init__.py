@@ -1,6 +1,7 @@
-"""Gradient projection for continual learning: exact GEM, with an error bound for every answer.
+"""Fine-tune a model, and say beforehand how far it may drift.
 
-Three stages: ``(G, g) -> gram -> (K, b) -> method -> multipliers -> combine -> x``.
+Underneath is an exact projection of gradients, with an error bound, for NumPy, PyTorch and CuPy, in three
+stages: ``(G, g) -> gram -> (K, b) -> method -> multipliers -> combine -> x``.
 """
 
 from gemproj._combine import combine
