@@ -199,9 +199,7 @@ def _check_collate(kept: KeptSet) -> None:
     if kept.collate is None:
         return
     some = list(range(min(_FETCHED, len(kept))))
-    first, again = (
-        [a for a in leaves_of(kept.fetch(some, None)[0]) if isinstance(a, Tensor)] for _ in range(2)
-    )
+    first, again = (leaves_of(kept.fetch(some, None)[0], Tensor) for _ in range(2))
     with suppress(RuntimeError):  # of tensors that cannot be compared
         if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True)):
             return
@@ -264,7 +262,5 @@ def _of_one(outputs: Any, n: int) -> Any:
 
 
 def _on_cpu(kept: KeptSet) -> bool:
-    leaves = (
-        leaves_of(kept.examples[0]) if isinstance(kept.examples, PerExample) else tree_leaves(kept.examples)
-    )
-    return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
+    some = kept.examples[0] if isinstance(kept.examples, PerExample) else kept.examples
+    return all(leaf.device.type == "cpu" for leaf in leaves_of(some, Tensor))

@@ -168,7 +168,7 @@ def explained(model: torch.nn.Module, batch: Batch) -> Iterator[None]:
                 "evaluation mode. A loss that exists in training mode only, as in detectors of torchvision, "
                 "can set model.training = True on the model itself, and leave its layers as they are."
             )
-            tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+            tensors = leaves_of(batch, Tensor)
             if tensors and all(leaf.ndim == 1 for leaf in tensors):
                 error.add_note(
                     "Their first dimension counts examples. If the batches are elements of a data set, pass "

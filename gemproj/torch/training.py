@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,11 +47,9 @@ class Training:
         self.last: Projection | None = None
         self.warm: dict[str, tuple[list[Any], Any]] = {}
         self._changed = True  # whether all rows are to be computed
-        self._begun = self._looks = 0  # steps since attaching, and since the sets have changed
+        self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
         self._noise: Any = None  # norm of the rounding of the weights
-        self._first: list[tuple[Sequence[Any], Tensor]] = []  # names and excesses of the first steps
-        self._left_out = set[Hashable]()
         self._known = set[int]()  # ids of the parameters of the optimizers
         self._handles: list[Any] = []
         self.steps: list[ProjectedStep] = []
@@ -140,42 +138,41 @@ class Training:
             self.rows.vector.is_of(self.model.parameters()) and set(map(id, self._held())) == self._known
         ):
             self._renew()
-        rows = self.rows
         if self._begun == 0:
             self._begin()
-        self._tell_rate()
-        due = self._due()
+        if self._begun == keeper._soon and keeper.project:
+            self._tell_rate()
         self._begun += 1
-        self._looks += 1
+        self.rows.wait()
+        sets = self._active()
+        due = self._due(sets)
         if due is None or any(due):
-            self._compute(due)
+            self._compute(sets, due)
         elif keeper.look == "auto":
-            rows.wait()
-            keeper.history.wait(rows.names)
+            keeper.history.wait(self.rows.names)
             return None
         self._stepped.add(id(step))
-        return rows if len(rows) else None
+        return self.rows if len(self.rows) else None
 
-    def _due(self) -> list[bool] | None:
-        """Return which rows are computed in a step that begins; None for all, maybe of other sets."""
+    def _due(self, sets: Sequence[KeptSet]) -> list[bool] | None:
+        """Return which rows are computed in a step that begins; None for those of all sets."""
         keeper, rows = self.keeper, self.rows
+        others = self._changed or [kept.name for kept in sets] != rows.names
         if keeper.look != "auto":
-            some = not self._changed and self._looks % keeper.look
-            return [False] * len(rows) if some else None
+            return None if others or max(rows.ages, default=0) >= keeper.look else [False] * len(rows)
         # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
-        if not len(rows) or not self.terms.held or len(self.steps) > 1:
+        if not len(rows) or self.terms.tolerance is None or len(self.steps) > 1:
             return None
-        if self._changed and rows.vector.topology.world == 1:
+        if others and rows.vector.topology.world == 1:
             return None
-        due: list[bool] = keeper._forecast.due(rows, self.terms, self._changed)
-        return None if self._changed else due
+        due: list[bool] = keeper._forecast.due(rows, self.terms, others)
+        return None if others else due
 
-    def _compute(self, due: Sequence[bool] | None) -> None:
+    def _compute(self, sets: Sequence[KeptSet], due: Sequence[bool] | None) -> None:
         """Compute the rows that are due, those of all sets for None."""
-        keeper, rows, fresh = self.keeper, self.rows, self._changed
-        self._changed = True  # also after an error
+        keeper, rows, names = self.keeper, self.rows, [kept.name for kept in sets]
+        fresh, self._changed = self._changed or names != rows.names, True  # also after an error
         with rows.vector.topology.agreement(facts := dict[str, Any]()):
-            sets = self._active()
             if rows.vector.topology.world > 1:
                 facts |= self._facts(sets)
             draws = [
@@ -184,15 +181,15 @@ class Training:
                 if due is None or due[k]
             ]
         if fresh:
-            self.joint, self._looks = SharedPasses(), 1
-        names, (inner, _), scaler = [kept.name for kept in sets], unwrapped(self.model), self._scaler
-        if sets and (fresh or names != rows.names):
+            self.joint = SharedPasses()
             self.terms = Terms.of([kept.promise for kept in sets], rows.vector.device)
+            self._tell_left_out()
+        (inner, _), scaler = unwrapped(self.model), self._scaler
         # Losses are scaled as in training with a scaler.
         scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
         rows.fill(inner, draws, names, microbatch=keeper._microbatch, scale=scale, joint=self.joint)
         self._changed = False
-        if keeper.look == "auto" and self.terms.held:
+        if keeper.look == "auto" and self.terms.tolerance is not None:
             keeper._forecast.take(rows, due, self.terms.tolerance)
 
     def _facts(self, sets: Sequence[KeptSet]) -> dict[str, Any]:
@@ -216,17 +213,18 @@ class Training:
 
     def _active(self) -> list[KeptSet]:
         """Return the sets whose losses can move now: not those of other adapters."""
-        adapter, found = adapters(unwrapped(self.model)[0]), []
+        adapter = adapters(unwrapped(self.model)[0])
+        return [kept for kept in self.keeper.sets.values() if kept.adapter == adapter]
+
+    def _tell_left_out(self) -> None:
+        """Warn about the sets of other adapters."""
+        adapter = adapters(unwrapped(self.model)[0])
         for name, kept in self.keeper.sets.items():
-            if kept.adapter == adapter:
-                found.append(kept)
-            elif name not in self._left_out:
-                self._left_out.add(name)
+            if kept.adapter != adapter:
                 warn(
                     f"The set {name!r} was kept with adapter {kept.adapter!r}, and {adapter!r} is active: "
                     "its promise is left out until its adapter is active again."
                 )
-        return found
 
     def warm_start(self, kind: str, names: list[Any]) -> Any:
         """Return the last multipliers of each set, zero for a new one; None if there are none."""
@@ -242,7 +240,7 @@ class Training:
         device = self.rows.vector.device  # a state has the multipliers on the CPU
         return found.numpy() if on_host(device) else found.to(device)
 
-    def note(self, gradient: Any, solution: Any, square: Tensor, products: Tensor, seconds: float) -> None:
+    def note(self, gradient: Any, step: Any, square: Tensor, products: Tensor, seconds: float) -> None:
         """Take the statistics of a step, and update the losses to first order."""
         rows = self.rows
         assert rows.norms is not None
@@ -259,34 +257,31 @@ class Training:
             rounding=self._noise,
             eps=torch.finfo(rows.vector.dtype).eps,
             ages=rows.ages,
-            seconds=seconds + sum(rows.seconds),
+            seconds=seconds,
             costs=rows.seconds,
-            _solution=gradient,
-            _step=solution,
+            _solution=step if gradient is None else gradient,
+            _step=step,
         )
         before = self.last if len(self.steps) > 1 and len(self._stepped) > 1 else None
         self.last = part if before is None else before.with_part(part)
         self.keeper.history.add(self.last, before)
         rows.follow(products)
-        if before is None and part.excess is not None and len(self._first) < self.keeper._soon:
-            self._first.append((part.names, part.excess))
 
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
-        soon = self.keeper._soon
-        if len(self._first) != soon or not self.keeper.project:
-            return
-        names, _ = self._first[-1]
-        late = [e for n, e in self._first[soon // 2 :] if n == names]
-        self._first.append(self._first[-1])  # said once
-        excess = torch.stack(late).cpu()
-        tolerance = torch.as_tensor(self.terms.tolerance).cpu()
-        above = ((excess > tolerance) & (tolerance > 0.0)).double().mean(0)  # of zero, rounding is an excess
-        far = [name for name, share in zip(names, above.tolist(), strict=True) if share > 0.5]
+        soon, history, far, most = self.keeper._soon, self.keeper.history, list[str](), 0.0
+        for name, points in history.points().items():
+            late = [loss - bound for step, loss, bound in points if step >= history.steps - soon // 2]
+            kept = self.keeper.sets.get(name)
+            # Of a tolerance of zero, rounding is an excess.
+            if late and kept is not None and kept.promise.allowed:
+                above = sum(excess > kept.promise.allowed for excess in late)
+                if above > 0.5 * len(late):
+                    far.append(repr(name))
+                    most = max(most, *late)
         if far:
-            most = float(excess.nan_to_num(0.0).max())
             warn(
-                f"After {soon} steps, losses of {', '.join(map(repr, far[:5]))} are above their bounds "
+                f"After {soon} steps, losses of {', '.join(far[:5])} are above their bounds "
                 f"by more than their tolerances in most steps, by up to {most:.2g}: the tolerance is not "
                 "kept at this learning rate. Lower the rate, or use more examples per step."
             )

@@ -110,20 +110,20 @@ class ParameterVector:
             return self.parameters
         return [local(p) for p in self.parameters]
 
-    def read(self, to: Buffer) -> Tensor:
-        """Copy the parameters to a buffer; return it as a vector."""
-        torch._foreach_copy_(to.parts, self.local())
-        return to.whole
+    def begin_step(self) -> None:
+        """Copy the parameters to `before`."""
+        torch._foreach_copy_(self.before.parts, self.local())
 
-    def read_step(self, before: Buffer) -> Tensor:
-        """Return the parameters in a buffer minus the parameters, in `scratch`."""
-        step = self.read(self.scratch)
-        return torch.sub(before.whole, step, out=step)
-
-    def take_step(self, before: Buffer) -> None:
-        """Set the parameters to those in a buffer minus the step in `scratch`, which is overwritten."""
+    def read_step(self) -> Tensor:
+        """Return `before` minus the parameters, in `scratch`."""
         step = self.scratch
-        torch.sub(before.whole, step.whole, out=step.whole)
+        torch._foreach_copy_(step.parts, self.local())
+        return torch.sub(self.before.whole, step.whole, out=step.whole)
+
+    def take_step(self) -> None:
+        """Set the parameters to `before` minus the step in `scratch`, which is overwritten."""
+        step = self.scratch
+        torch.sub(self.before.whole, step.whole, out=step.whole)
         self.assign(step.parts)
 
     def assign(self, values: Sequence[Tensor]) -> None:
@@ -154,17 +154,21 @@ class ParameterVector:
             )
         return found
 
-    def dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the local entries of all gradients except None, placed as the parameters are."""
-        if self._are_plain(gradients):
-            found = [g for g in gradients if g is not None]
-        else:
-            found = [local(self.placed(j, g)) for j, g in enumerate(gradients) if g is not None]
-        return found if self._one_device else [g.to(self.device) for g in found]
+    def gather(self, gradients: Sequence[Tensor | None], parts: Sequence[Tensor], add: bool = False) -> None:
+        """Copy, or add, the local entries of gradients to the parts of a vector; None stands for zero."""
+        found = [j for j, gradient in enumerate(gradients) if gradient is not None]
+        if not add and len(found) < len(parts):
+            torch._foreach_zero_([part for part, g in zip(parts, gradients, strict=True) if g is None])
+        values: list[Any] = [gradients[j] for j in found]
+        if not self._are_plain(gradients):
+            values = [local(self.placed(j, g)).to(self.device) for j, g in zip(found, values, strict=True)]
+        if found:
+            (torch._foreach_add_ if add else torch._foreach_copy_)([parts[j] for j in found], values)
 
     def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Return whether `placed` would return all of these gradients unchanged."""
-        return not self.topology.collective and all(g is None or g.layout == torch.strided for g in gradients)
+        """Return whether all of these gradients are dense, placed as the parameters and on one device."""
+        plain = self._one_device and not self.topology.collective
+        return plain and all(g is None or g.layout == torch.strided for g in gradients)
 
     def placed(self, j: int, gradient: Tensor) -> Tensor:
         """Return a dense gradient of parameter j with the placements of the parameter."""
@@ -181,20 +185,13 @@ class ParameterVector:
 
     def read_gradient(self) -> Tensor:
         """Copy the ``.grad`` of all parameters to `scratch` and return it; missing gradients are zero."""
-        to, given, out = [], [], self.scratch
         gradients = [p.grad for p in self.parameters]
-        plain = self._are_plain(gradients)
-        for j, (gradient, part) in enumerate(zip(gradients, out.parts, strict=True)):
-            if gradient is None:
-                part.zero_()
-                continue
-            if not plain and (placed := self.placed(j, gradient)) is not gradient:
-                self.parameters[j].grad = gradient = placed
-            to.append(part)
-            given.append(local(gradient))
-        if to:
-            torch._foreach_copy_(to, given)
-        return out.whole
+        if not self._are_plain(gradients):
+            gradients = [None if g is None else self.placed(j, g) for j, g in enumerate(gradients)]
+            for p, gradient in zip(self.parameters, gradients, strict=True):
+                p.grad = gradient
+        self.gather(gradients, self.scratch.parts)
+        return self.scratch.whole
 
     def write_gradient(self, reached: Sequence[bool]) -> None:
         """Copy `scratch` to each ``.grad``; create missing gradients of `reached` parameters.
@@ -203,11 +200,11 @@ class ParameterVector:
         """
         to, given = [], []
         for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
-            if p.grad is None and wanted:
-                p.grad = _gradient_like(p, part)
-            elif p.grad is not None:
-                to.append(local(p.grad))
+            if p.grad is not None:
+                to.append(local(p.grad) if self._sharded else p.grad)
                 given.append(part)
+            elif wanted:
+                p.grad = _gradient_like(p, part)
         if to:
             torch._foreach_copy_(to, given)
 
