@@ -234,7 +234,7 @@ def map_nested(
 
     Mappings become dicts.
     """
-    if is_leaf(value) or isinstance(value, _LEAVES):
+    if isinstance(value, _LEAVES) or is_leaf(value):
         return function(value)
 
     def again(part: Any) -> Any:  # a self-calling closure is a reference cycle, which keeps tensors alive
@@ -269,7 +269,10 @@ def moved(batch: Batch, device: Any) -> Batch:
     def movable(value: Any) -> bool:
         return callable(getattr(value, "to", None)) and not isinstance(value, type)
 
-    return map_nested(lambda leaf: leaf.to(device) if movable(leaf) else leaf, batch, movable)
+    def move(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) or movable(leaf) else leaf
+
+    return map_nested(move, batch, movable)
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:

@@ -17,7 +17,7 @@ from gemproj.torch._warn import warn
 from gemproj.torch.data import PerExample, join, leaves_of, moved, take
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet
-from gemproj.torch.promise import Loss, call_loss, explained
+from gemproj.torch.promise import Loss, call_loss, explain
 from gemproj.torch.rows import evaluating, passes, reshard
 from gemproj.torch.vector import ParameterVector
 
@@ -55,8 +55,11 @@ def examine(
         batch, _ = kept.fetch(at, vector.device)
         stored = None
         if outputs is not None:
-            with explained(model, batch):
+            try:
                 stored = _of_one(outputs(model, batch), len(at))
+            except Exception as error:
+                explain(error, batch)
+                raise
         if stored is not None:  # None also with a teacher
             found.append(moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device))
         first = first and not topology.collective

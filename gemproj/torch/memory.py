@@ -156,5 +156,5 @@ class Draw:
     weight: float = 1.0
 
     def stored(self) -> float:
-        """Return the mean loss of the examples when they were kept."""
-        return float(self.kept.losses.numpy()[self.at].mean())
+        """Return the weighted mean loss of the examples when they were kept."""
+        return float(self.kept.losses.numpy()[self.at].mean()) * self.weight if self.at else 0.0

@@ -145,30 +145,31 @@ class Rows:
         one pass.
         """
         topology, start, t = self.vector.topology, time.perf_counter(), len(names)
-        at, whole = [draw.k for draw in draws], len(draws) == t
-        before = torch.stack([self.losses, self.stored])
-        reached, ages = [False] * len(self.reached) if whole else self.reached, self.ages
+        at, sizes = [draw.k for draw in draws], [len(draw.at) for draw in draws]
+        whole = len(draws) == t
+        before, reached, ages = (self.losses, self.stored), self.reached, self.ages
         self.clear()
         if not draws:
             return
-        for draw, total, most in zip(draws, *topology.plan([len(draw.at) for draw in draws]), strict=True):
-            draw.total, draw.most, draw.weight = total, most, topology.weight(len(draw.at), total)
+        for draw, size, total, most in zip(draws, sizes, *topology.plan(sizes), strict=True):
+            draw.total, draw.most, draw.weight = total, most, topology.weight(size, total)
         if topology.collective:
             reshard(model)
         if t > len(self.buffer):  # free the old buffer before allocating a larger one
             self.buffer, self._views = self.buffer.new_empty((0, self.vector.d)), {}
             self.buffer = self.buffer.new_empty((t, self.vector.d))
-        self.scale, self.found, self.reached = scale, self._none.new_zeros(t), reached
+        self.scale, self.found = scale, self._none.new_zeros(t)
+        if not whole:
+            self.reached = reached
 
         def alone(draw: Draw) -> None:
             self.found[draw.k] = 0.0
-            fresh = True
-            for some, weight in passes(draw.at, microbatch, draw.most):
+            parts = passes(draw.at, microbatch, draw.most)
+            for j, (some, weight) in enumerate(parts):
                 batch, outputs = draw.kept.fetch(some, self.vector.device)
                 loss = call_loss(draw.loss, model, batch, len(some), outputs).mean()
-                self.add(draw.k, loss, topology.weight(weight, draw.total), fresh)
-                fresh = False
-            if fresh:  # without local examples
+                self.add(draw.k, loss, topology.weight(weight, draw.total), fresh=j == 0)
+            if not parts:
                 self.buffer[draw.k].zero_()
 
         with topology.passes(), evaluating(model, self.vector.device, topology.collective):
@@ -182,20 +183,19 @@ class Rows:
             if scale != 1.0:
                 part.div_(scale)
             self.reached = topology.reduce(part, self.reached)
-        stored = [draw.stored() * draw.weight if draw.at else 0.0 for draw in draws]
+        stored = self.found.new_tensor([draw.stored() for draw in draws])
         if whole:
-            after = topology.sum_values(torch.stack([self.found, self.found.new_tensor(stored)]))
+            self.losses, self.stored = topology.sum_values(torch.stack([self.found, stored]))
         else:
             due = torch.tensor(at, device=self.found.device)
-            now = torch.stack([self.found[due], self.found.new_tensor(stored)])
-            after = before.index_copy(1, due, topology.sum_values(now))
-        self.losses, self.stored = after
-        # Each row has a part of the time, in proportion to its examples.
-        rate = (time.perf_counter() - start) / max(sum(len(draw.at) for draw in draws), 1)
-        sizes = {draw.k: len(draw.at) for draw in draws}
-        self.seconds = [rate * sizes.get(k, 0) for k in range(t)]
-        self.ages = [0 if k in sizes else ages[k] for k in range(t)]
+            now = topology.sum_values(torch.stack([self.found[due], stored]))
+            self.losses, self.stored = torch.stack(before).index_copy(1, due, now)
         self._count, self.names = t, list(names)
+        self.ages, self.seconds = [0] * t if whole else ages, [0.0] * t
+        # Each row has a part of the time, in proportion to its examples.
+        rate = (time.perf_counter() - start) / max(sum(sizes), 1)
+        for k, size in zip(at, sizes, strict=True):
+            self.ages[k], self.seconds[k] = 0, rate * size
 
     def add(self, k: int, loss: Tensor, weight: float, fresh: bool) -> None:
         """Add the gradient of ``weight * loss`` to row k, which has no value yet if it is `fresh`."""
@@ -259,19 +259,16 @@ class Rows:
         self.ages, self.seconds = [age + 1 for age in self.ages], [0.0] * len(self)
 
 
-def passes(at: list[int], size: int | None, most: int) -> Iterator[tuple[list[int], int]]:
-    """Yield the examples, `size` at a time, with their number as weight.
+def passes(at: list[int], size: int | None, most: int) -> list[tuple[list[int], int]]:
+    """Return the examples, `size` at a time, with their number as weight.
 
     All processes make as many passes as the process with `most` examples; a process with fewer examples
     repeats its first examples with weight zero.
     """
     if size is None or most <= size:
-        if at:
-            yield at, len(at)
-        return
-    for start in range(0, most, size):
-        part = at[start : start + size]
-        yield (part, len(part)) if part else (at[:size], 0)
+        return [(at, len(at))] if at else []
+    parts = [at[start : start + size] for start in range(0, most, size)]
+    return [(part, len(part)) if part else (at[:size], 0) for part in parts]
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
@@ -323,7 +320,7 @@ def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = F
     without dropout, because cuDNN has no gradients for them in evaluation mode.
     """
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
-    changes = list(_changes(list(model.modules())))
+    changes = _changes(list(model.modules()))
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Each CUDA or XPU device has its own generator; the generator of MPS cannot be restored.
     own = device.type in ("cuda", "xpu")
@@ -347,23 +344,26 @@ def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
             setattr(thing, name, value)
 
 
-def _changes(modules: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the attributes and values to set for evaluation mode with gradient checkpointing."""
+def _changes(modules: Sequence[Any]) -> list[tuple[Any, str, Any]]:
+    """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
+    changes: list[tuple[Any, str, Any]] = []
+    configs: dict[int, Any] = {}
     for module in modules:
         checkpoints = module.training and module.__dict__.get("gradient_checkpointing", False)
-        yield module, "training", False  # also where it is, because a loss may change the mode
+        changes.append((module, "training", False))  # also where it is, because a loss may change the mode
         if isinstance(module, torch.nn.RNNBase):
-            yield module, "training", True
-            yield module, "dropout", 0.0
+            changes += [(module, "training", True), (module, "dropout", 0.0)]
         if checkpoints and "GradientCheckpointingLayer" in _kinds(module):  # of transformers
-            yield module, "training", True
-            yield module, "_gradient_checkpointing_func", partial(_checkpoint, module)
+            changes.append((module, "training", True))
+            changes.append((module, "_gradient_checkpointing_func", partial(_checkpoint, module)))
+        if (config := module.__dict__.get("config")) is not None:
+            configs[id(config)] = config
     # With a cache of transformers, packed texts attend to each other, and checkpoints recompute with the
     # cache of the first pass.
-    found = [module.__dict__.get("config") for module in modules]
-    for config in {id(one): one for one in found if one is not None}.values():
+    for config in configs.values():
         if getattr(config, "use_cache", False) and _kinds(config) & {"PretrainedConfig", "PreTrainedConfig"}:
-            yield config, "use_cache", False
+            changes.append((config, "use_cache", False))
+    return changes
 
 
 def _kinds(thing: Any) -> set[str]:

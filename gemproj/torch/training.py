@@ -50,7 +50,7 @@ class Training:
         self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
         self._noise: Any = None  # norm of the rounding of the weights
-        self._known = set[int]()  # ids of the parameters of the optimizers
+        self._known: list[Any] = []  # the parameters of model and optimizers
         self._handles: list[Any] = []
         self.steps: list[ProjectedStep] = []
         self.rows: Rows
@@ -72,8 +72,9 @@ class Training:
     def vector(self) -> ParameterVector:
         """Return the trainable parameters that the model has now, as a vector."""
         vector = self.rows.vector
-        known = vector.topology.collective or vector.is_of(self.model.parameters())
-        return vector if known else self._new_vector()
+        return (
+            vector if vector.topology.collective or self._parameters() == self._known else self._new_vector()
+        )
 
     def _new_vector(self) -> ParameterVector:
         whole, parallel = unwrapped(self.model)
@@ -86,12 +87,17 @@ class Training:
         return vector
 
     def _held(self) -> list[Tensor]:
-        groups = [group for step in self.steps for group in step.optimizer.param_groups]
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+        """Return the parameters of the optimizers."""
+        return [p for step in self.steps for group in step.optimizer.param_groups for p in group["params"]]
+
+    def _parameters(self) -> list[Any]:
+        """Return what tells whether model and optimizers still have the same trainable parameters."""
+        every = [*self.model.parameters(), *self._held()]
+        return [(id(p), p.dtype, p.device) for p in every if p.requires_grad]
 
     def _renew(self) -> None:
         """Begin to project the parameters that the model has now; raise if the optimizers hold others."""
-        held = self._held()
+        held = [p for p in self._held() if p.requires_grad]
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         ids = set(map(id, held))
         lacking = [name for name, p in trainable.items() if id(p) not in ids]
@@ -102,16 +108,16 @@ class Training:
                 "parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
             )
         vector = self._new_vector()
-        mine = set(map(id, vector.parameters))
         # Parameters of a layer that was replaced may stay in the optimizer; no loss depends on them any more.
-        others = [tuple(p.shape) for p in held if id(p) not in mine | self._known]
+        known = {id(p) for p in vector.parameters} | {at for at, *_ in self._known}
+        others = [tuple(p.shape) for p in held if id(p) not in known]
         if others:
             raise ValueError(
                 f"optimizer moves {len(others)} parameters that are not the model's, the first one of shape "
                 f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
                 "optimizer."
             )
-        self._known = ids
+        self._known = self._parameters()
         self.rows, self.joint, self.warm, self._changed = Rows(vector), SharedPasses(), {}, True
         for step in self.steps:
             step.use(vector)
@@ -134,9 +140,7 @@ class Training:
             self._stepped.add(id(step))
             return self.rows if len(self.rows) else None
         self._stepped.clear()
-        if not self.rows.vector.topology.collective and not (
-            self.rows.vector.is_of(self.model.parameters()) and set(map(id, self._held())) == self._known
-        ):
+        if not self.rows.vector.topology.collective and self._parameters() != self._known:
             self._renew()
         if self._begun == 0:
             self._begin()

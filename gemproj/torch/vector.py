@@ -58,7 +58,6 @@ class ParameterVector:
         for p in shards:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
         self._one_device = all(p.device == self.device for p in shards)
-        self._kinds = [(p.dtype, p.device) for p in self.parameters]
         self.sizes, self.shapes = [p.numel() for p in shards], [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
         self.d = self._starts[-1]
@@ -66,12 +65,6 @@ class ParameterVector:
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in self.parameters]
         self.columns, self.owned = self.slices(), self.slices(owned=True)
-
-    def is_of(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether these are the parameters, with the same dtypes and devices."""
-        mine = {id(p): kind for p, kind in zip(self.parameters, self._kinds, strict=True)}
-        found = {id(p): (p.dtype, p.device) for p in parameters if p.requires_grad}
-        return found == mine
 
     def buffer(self) -> Buffer:
         """Return an uninitialised vector with its parts."""
@@ -134,8 +127,10 @@ class ParameterVector:
         """Return the gradient of a loss with respect to each parameter; ``.grad`` is not changed."""
         if not self.topology.collective:
             found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
-            if any(gradient is None for gradient in found):
-                _refuse_reentrant(loss)
+            for gradient in found:
+                if gradient is None:
+                    _refuse_reentrant(loss)
+                    break
             return found
         # FSDP computes with gathered parameters and writes the gradients of shards to .grad itself.
         kept = [p.grad for p in self.parameters]
@@ -156,19 +151,20 @@ class ParameterVector:
 
     def gather(self, gradients: Sequence[Tensor | None], parts: Sequence[Tensor], add: bool = False) -> None:
         """Copy, or add, the local entries of gradients to the parts of a vector; None stands for zero."""
-        found = [j for j, gradient in enumerate(gradients) if gradient is not None]
-        if not add and len(found) < len(parts):
-            torch._foreach_zero_([part for part, g in zip(parts, gradients, strict=True) if g is None])
-        values: list[Any] = [gradients[j] for j in found]
-        if not self._are_plain(gradients):
-            values = [local(self.placed(j, g)).to(self.device) for j, g in zip(found, values, strict=True)]
-        if found:
-            (torch._foreach_add_ if add else torch._foreach_copy_)([parts[j] for j in found], values)
+        plain, to, values = self._are_plain(gradients), list[Tensor](), list[Tensor]()
+        for j, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+            if gradient is not None:
+                to.append(part)
+                values.append(gradient if plain else local(self.placed(j, gradient)).to(self.device))
+            elif not add:
+                part.zero_()
+        if to:
+            (torch._foreach_add_ if add else torch._foreach_copy_)(to, values)
 
     def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
         """Return whether all of these gradients are dense, placed as the parameters and on one device."""
-        plain = self._one_device and not self.topology.collective
-        return plain and all(g is None or g.layout == torch.strided for g in gradients)
+        layouts = {torch.strided if g is None else g.layout for g in gradients}
+        return self._one_device and not self.topology.collective and layouts == {torch.strided}
 
     def placed(self, j: int, gradient: Tensor) -> Tensor:
         """Return a dense gradient of parameter j with the placements of the parameter."""
