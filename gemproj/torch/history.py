@@ -222,6 +222,7 @@ class History:
         self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
         self.steps, self._every = 0, 1
         self._pending: list[tuple[int, Projection]] = []  # numbers and steps that have not been counted yet
+        self._kind: list[Any] = []
         self._since = dict(_NOTHING)
 
     def add(self, step: Projection, part: Projection | None = None) -> None:
@@ -232,8 +233,11 @@ class History:
             self._pending[-1] = self._pending[-1][0], step
             return
         most = min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
-        if self._pending and (len(self._pending) >= most or _kind(step) != _kind(self._pending[0][1])):
+        # Steps that are counted together share the sets, and which values are None.
+        kind = [*step.names, *(a is None for a in (*step._solution.bounds, step.excess))]
+        if len(self._pending) >= most or kind != self._kind:
             self.count()
+        self._kind = kind
         self._pending.append((self.steps, step))
         self.steps += 1
 
@@ -338,12 +342,6 @@ class History:
 
 # Relative excess of a loss that is a rounding error.
 _LOSSES = 1e-6
-
-
-def _kind(step: Projection) -> Any:
-    """Return what steps that are counted together share: the sets, and which values are None."""
-    assert step._solution is not None
-    return list(step.names), [a is None for a in (*step._solution.bounds, step.excess)]
 
 
 def _batch(solutions: Sequence[Any]) -> DualSolution:

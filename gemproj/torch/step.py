@@ -250,9 +250,10 @@ class ProjectedStep:
         if rows is None:
             self._clip()
             return
-        # The groups of the optimizer, by parameter id; `lr` and others do not change within a step.
-        self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        held, self._solution = [id(p) in self._groups for p in vector.parameters], None
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        # The group of each parameter, or None; `lr` and others do not change within a step.
+        self._groups = [groups.get(id(p)) for p in vector.parameters]
+        held, self._solution = [group is not None for group in self._groups], None
         if any(p.grad is not None for p in vector.parameters):
             try:
                 if keeper.on == "step":
@@ -265,7 +266,7 @@ class ProjectedStep:
         if self._solution is not None and keeper.project:
             vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
         self._clip()
-        self._moving = self._moves(self._groups)
+        self._moving = self._moves()
         self._seconds += time.perf_counter() - start
 
     @torch.compiler.disable
@@ -300,11 +301,11 @@ class ProjectedStep:
         seconds = self._seconds + time.perf_counter() - start
         training.note(self._solution, solution, square, products, seconds)
 
-    def _moves(self, groups: dict[int, dict[str, Any]]) -> list[bool]:
+    def _moves(self) -> list[bool]:
         """Return which parameters have a gradient and a learning rate that is not zero."""
         still = {id(group) for group in self.optimizer.param_groups if _is_zero(group.get("lr"))}
-        moving = {at for at, group in groups.items() if id(group) not in still}
-        return [p.grad is not None and id(p) in moving for p in self._vector.parameters]
+        pairs = zip(self._vector.parameters, self._groups, strict=True)
+        return [p.grad is not None and group is not None and id(group) not in still for p, group in pairs]
 
     def _solve(
         self, kind: str, rows: Rows, v: Tensor, moving: list[bool], weights: Tensor | None = None
@@ -379,12 +380,13 @@ class ProjectedStep:
         # the moments of some parameters.
         if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
             return None
-        states, found, (w, shares) = self.optimizer.state, [], self._vector.weights
-        shapes = self._vector.shapes
-        for p, shape, part, moves in zip(self._vector.parameters, shapes, shares, self._moving, strict=True):
-            if not moves:
+        vector, states, found, (w, shares) = self._vector, self.optimizer.state, [], self._vector.weights
+        for p, shape, part, group, moves in zip(
+            vector.parameters, vector.shapes, shares, self._groups, self._moving, strict=True
+        ):
+            if group is None or not moves:
                 continue
-            group, state = self._groups[id(p)], states.get(p, {})
+            state = states.get(p, {})
             second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             count = state.get("step", group.get("step"))  # some optimizers count in the group
             if second is None or count is None or not group.keys() >= {"betas", "eps"}:
@@ -542,8 +544,8 @@ def _is_zero(rate: Any) -> bool:
 
 def _numbers(values: list[Any], device: torch.device) -> list[Any]:
     """Return numbers in full precision, as tensors if reading one of them would synchronise a device."""
-    if all(not isinstance(value, Tensor) or value.device.type == "cpu" for value in values):
-        return [float(value) for value in values]
+    if {value.device.type for value in values if isinstance(value, Tensor)} <= {"cpu"}:
+        return list(map(float, values))
     wide = wide_dtype(torch, device)
     return [
         value.to(device, wide) if isinstance(value, Tensor) else torch.full((), value, device=device)

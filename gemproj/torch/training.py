@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from gemproj.torch.history import Projection
 from gemproj.torch.joint import SharedPasses
 from gemproj.torch.memory import Draw, KeptSet
 from gemproj.torch.processes import check_alone
+from gemproj.torch.promise import Loss
 from gemproj.torch.rows import Rows, check_spread, reshard, unwrapped
 from gemproj.torch.step import ProjectedStep, Terms
 from gemproj.torch.vector import ParameterVector
@@ -50,6 +51,7 @@ class Training:
         self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
         self._noise: Any = None  # norm of the rounding of the weights
+        self._losses: list[Loss] = []  # of the sets whose rows are computed, as in training
         self._known: list[Any] = []  # the parameters of model and optimizers
         self._handles: list[Any] = []
         self.steps: list[ProjectedStep] = []
@@ -158,10 +160,10 @@ class Training:
         self._stepped.add(id(step))
         return self.rows if len(self.rows) else None
 
-    def _due(self, sets: Sequence[KeptSet]) -> list[bool] | None:
+    def _due(self, sets: Mapping[Hashable, KeptSet]) -> list[bool] | None:
         """Return which rows are computed in a step that begins; None for those of all sets."""
         keeper, rows = self.keeper, self.rows
-        others = self._changed or [kept.name for kept in sets] != rows.names
+        others = self._changed or list(sets) != rows.names
         if keeper.look != "auto":
             return None if others or max(rows.ages, default=0) >= keeper.look else [False] * len(rows)
         # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
@@ -172,38 +174,36 @@ class Training:
         due: list[bool] = keeper._forecast.due(rows, self.terms, others)
         return None if others else due
 
-    def _compute(self, sets: Sequence[KeptSet], due: Sequence[bool] | None) -> None:
+    def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None) -> None:
         """Compute the rows that are due, those of all sets for None."""
-        keeper, rows, names = self.keeper, self.rows, [kept.name for kept in sets]
-        fresh, self._changed = self._changed or names != rows.names, True  # also after an error
-        with rows.vector.topology.agreement(facts := dict[str, Any]()):
-            if rows.vector.topology.world > 1:
-                facts |= self._facts(sets)
+        keeper, rows, topology = self.keeper, self.rows, self.rows.vector.topology
+        fresh, self._changed = self._changed or list(sets) != rows.names, True  # also after an error
+        with topology.agreement(facts := dict[str, Any]()):
+            if topology.world > 1:
+                facts |= self._facts(sets.values())
+            if fresh:
+                self._begin_sets(sets.values())
             draws = [
-                Draw(kept, kept.draw(keeper._random), keeper._wrapped(kept.promise.loss), k)
-                for k, kept in enumerate(sets)
+                Draw(kept, kept.draw(keeper._random), loss, k)
+                for k, (kept, loss) in enumerate(zip(sets.values(), self._losses, strict=True))
                 if due is None or due[k]
             ]
-        if fresh:
-            self.joint = SharedPasses()
-            self.terms = Terms.of([kept.promise for kept in sets], rows.vector.device)
-            self._tell_left_out()
         (inner, _), scaler = unwrapped(self.model), self._scaler
         # Losses are scaled as in training with a scaler.
         scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
-        rows.fill(inner, draws, names, microbatch=keeper._microbatch, scale=scale, joint=self.joint)
+        rows.fill(inner, draws, list(sets), microbatch=keeper._microbatch, scale=scale, joint=self.joint)
         self._changed = False
         if keeper.look == "auto" and self.terms.tolerance is not None:
             keeper._forecast.take(rows, due, self.terms.tolerance)
 
-    def _facts(self, sets: Sequence[KeptSet]) -> dict[str, Any]:
+    def _facts(self, sets: Iterable[KeptSet]) -> dict[str, Any]:
         """Return the facts that must be equal on all processes of a training."""
         keeper = self.keeper
         # The repr of a function contains an address, which differs between processes.
         given = {name: getattr(keeper, name) for name in ("on", "look", "project", "method", "_microbatch")}
         given["method"] = getattr(keeper.method, "__name__", keeper.method)
         facts: dict[str, Any] = {f"option {name.strip('_')}": repr(one) for name, one in given.items()}
-        facts["names of sets"] = [kept.name for kept in sets]
+        facts["names of sets"] = list(keeper.sets)
         facts["promises"] = [kept.promise.numbers() for kept in sets]
         return facts | self.rows.vector.signature()
 
@@ -215,15 +215,18 @@ class Training:
         if keeper.sets:
             _warn_of_statistics(self.model)
 
-    def _active(self) -> list[KeptSet]:
-        """Return the sets whose losses can move now: not those of other adapters."""
+    def _active(self) -> dict[Hashable, KeptSet]:
+        """Return the sets whose losses can move now, by name: not those of other adapters."""
         adapter = adapters(unwrapped(self.model)[0])
-        return [kept for kept in self.keeper.sets.values() if kept.adapter == adapter]
+        return {name: kept for name, kept in self.keeper.sets.items() if kept.adapter == adapter}
 
-    def _tell_left_out(self) -> None:
-        """Warn about the sets of other adapters."""
-        adapter = adapters(unwrapped(self.model)[0])
-        for name, kept in self.keeper.sets.items():
+    def _begin_sets(self, active: Iterable[KeptSet]) -> None:
+        """Begin to compute the rows of these sets, and warn about those of other adapters."""
+        keeper, adapter = self.keeper, adapters(unwrapped(self.model)[0])
+        promises = [kept.promise for kept in active]
+        self.joint, self.terms = SharedPasses(), Terms.of(promises, self.rows.vector.device)
+        self._losses = [keeper._wrapped(promise.loss) for promise in promises]
+        for name, kept in keeper.sets.items():
             if kept.adapter != adapter:
                 warn(
                     f"The set {name!r} was kept with adapter {kept.adapter!r}, and {adapter!r} is active: "
