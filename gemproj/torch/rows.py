@@ -215,9 +215,7 @@ class Rows:
     def parts(self, k: int, t: int = 0) -> list[Tensor]:
         """Return writable views of row k, one per parameter; with t, of t rows from k on, (t, *shape)."""
         if (k, t) not in self._views:
-            here = self.buffer[k : k + t] if t else self.buffer[k]
-            split = zip(here.split(self.vector.sizes, dim=-1), self.vector.shapes, strict=True)
-            self._views[k, t] = [part.view((*here.shape[:-1], *shape)) for part, shape in split]
+            self._views[k, t] = self.vector.split(self.buffer[k : k + t] if t else self.buffer[k])
         return self._views[k, t]
 
     def largest(self, out: Tensor) -> None:

@@ -93,9 +93,9 @@ class ParameterVector:
         return eps * self.topology.sum_shards(square).sqrt()  # replicas may count more than once
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Return views of a vector, one per parameter, in the shapes of the local shards."""
-        parts = vector.split(self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        """Return views of vectors (..., d), one per parameter, in shapes (..., *shape) of the local shards."""
+        parts = zip(vector.split(self.sizes, dim=-1), self.shapes, strict=True)
+        return [part.view(*vector.shape[:-1], *shape) for part, shape in parts]
 
     def local(self) -> list[Tensor]:
         """Return the local shard of each parameter; see `local`."""
