@@ -202,9 +202,8 @@ class Rows:
         _check_loss(k, loss)
         factor = weight * self.scale
         gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
-        self.vector.gather(gradients, self.parts(k), add=not fresh)
-        found = [j for j, gradient in enumerate(gradients) if gradient is not None]
-        self.note(k, found, self.found[k : k + 1] + weight * loss.detach())
+        reached = self.vector.gather(gradients, self.parts(k), add=not fresh)
+        self.note(k, reached, self.found[k : k + 1] + weight * loss.detach())
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
         """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""

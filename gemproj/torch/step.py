@@ -479,9 +479,7 @@ def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]
 def _check_optimizer(optimizer: Any) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
-    if not hasattr(optimizer, "register_step_pre_hook") or not hasattr(
-        optimizer, "_optimizer_step_pre_hooks"
-    ):
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
             f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass the inner "
             "one, or for Accelerate use gemproj.integrations.accelerate.Keeper."

@@ -71,20 +71,9 @@ class ParameterVector:
         whole = torch.empty(self.d, dtype=self.dtype, device=self.device)
         return Buffer(whole, self.split(whole))
 
-    @cached_property
-    def scratch(self) -> Buffer:
-        """A buffer for gradients and steps."""
-        return self.buffer()
-
-    @cached_property
-    def before(self) -> Buffer:
-        """The parameters at the beginning of the last step that was projected."""
-        return self.buffer()
-
-    @cached_property
-    def weights(self) -> Buffer:
-        """The weights of the metric in which steps are projected."""
-        return self.buffer()
+    scratch = cached_property(buffer)  # of gradients and steps
+    before = cached_property(buffer)  # the parameters at the beginning of the last projected step
+    weights = cached_property(buffer)  # the weights of the metric in which steps are projected
 
     def rounding(self) -> Tensor:
         """Return by how much the rounding of the parameters changes a step, as a norm, shape (1,)."""
@@ -93,7 +82,7 @@ class ParameterVector:
         return eps * self.topology.sum_shards(square).sqrt()  # replicas may count more than once
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Return views of vectors (..., d), one per parameter, in shapes (..., *shape) of the local shards."""
+        """Return views of vectors (..., d), one per parameter, in the shapes of the local shards."""
         parts = zip(vector.split(self.sizes, dim=-1), self.shapes, strict=True)
         return [part.view(*vector.shape[:-1], *shape) for part, shape in parts]
 
@@ -149,17 +138,24 @@ class ParameterVector:
             )
         return found
 
-    def gather(self, gradients: Sequence[Tensor | None], parts: Sequence[Tensor], add: bool = False) -> None:
-        """Copy, or add, the local entries of gradients to the parts of a vector; None stands for zero."""
-        plain, to, values = self._are_plain(gradients), list[Tensor](), list[Tensor]()
+    def gather(
+        self, gradients: Sequence[Tensor | None], parts: Sequence[Tensor], add: bool = False
+    ) -> list[int]:
+        """Copy, or add, the local entries of gradients to the parts of a vector; None stands for zero.
+
+        Return the indices of the others.
+        """
+        plain, found, to, values = self._are_plain(gradients), list[int](), list[Tensor](), list[Tensor]()
         for j, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
             if gradient is not None:
+                found.append(j)
                 to.append(part)
                 values.append(gradient if plain else local(self.placed(j, gradient)).to(self.device))
             elif not add:
                 part.zero_()
-        if to:
+        if found:
             (torch._foreach_add_ if add else torch._foreach_copy_)(to, values)
+        return found
 
     def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
         """Return whether all of these gradients are dense, placed as the parameters and on one device."""
