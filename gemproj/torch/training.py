@@ -47,7 +47,7 @@ class Training:
         self.terms, self.joint = Terms(), SharedPasses()
         self.last: Projection | None = None
         self.warm: dict[str, tuple[list[Any], Any]] = {}
-        self._changed = True  # whether all rows are to be computed
+        self._changed = True  # whether sets were kept, dropped or loaded since the last look
         self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
         self._noise: Any = None  # norm of the rounding of the weights
@@ -74,9 +74,8 @@ class Training:
     def vector(self) -> ParameterVector:
         """Return the trainable parameters that the model has now, as a vector."""
         vector = self.rows.vector
-        return (
-            vector if vector.topology.collective or self._parameters() == self._known else self._new_vector()
-        )
+        known = vector.topology.collective or self._parameters() == self._known
+        return vector if known else self._new_vector()
 
     def _new_vector(self) -> ParameterVector:
         whole, parallel = unwrapped(self.model)
@@ -120,7 +119,7 @@ class Training:
                 "optimizer."
             )
         self._known = self._parameters()
-        self.rows, self.joint, self.warm, self._changed = Rows(vector), SharedPasses(), {}, True
+        self.rows, self.warm = Rows(vector), {}
         for step in self.steps:
             step.use(vector)
         for handle in self._handles:
@@ -177,7 +176,7 @@ class Training:
     def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None) -> None:
         """Compute the rows that are due, those of all sets for None."""
         keeper, rows, topology = self.keeper, self.rows, self.rows.vector.topology
-        fresh, self._changed = self._changed or list(sets) != rows.names, True  # also after an error
+        fresh = self._changed or list(sets) != rows.names  # also after an error, which drops all rows
         with topology.agreement(facts := dict[str, Any]()):
             if topology.world > 1:
                 facts |= self._facts(sets.values())
@@ -254,7 +253,7 @@ class Training:
         if self._noise is None or self._begun % _WEIGHED == 0:
             self._noise = rows.vector.rounding()
         part = Projection(
-            names=list(rows.names),
+            names=rows.names,
             losses=rows.losses,
             stored=rows.stored,
             excess=self.terms.excess(rows),
