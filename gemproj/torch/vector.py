@@ -113,7 +113,7 @@ class ParameterVector:
         torch._foreach_copy_(self.local(), list(values))
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:
-        """Return the gradient of a loss with respect to each parameter; ``.grad`` is not changed."""
+        """Return the gradient of a loss with respect to each parameter; shards have no ``.grad`` meanwhile."""
         if not self.topology.collective:
             found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
             for gradient in found:
@@ -121,16 +121,11 @@ class ParameterVector:
                     _refuse_reentrant(loss)
                     break
             return found
-        # FSDP computes with gathered parameters and writes the gradients of shards to .grad itself.
-        kept = [p.grad for p in self.parameters]
-        try:
-            for p in self.parameters:
-                p.grad = None
-            loss.backward()
-            found = [p.grad for p in self.parameters]
-        finally:
-            for p, gradient in zip(self.parameters, kept, strict=True):
-                p.grad = gradient
+        # FSDP computes with gathered parameters and writes the gradients of shards to .grad, which was None.
+        loss.backward()
+        found = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
         if all(gradient is None for gradient in found):
             raise RuntimeError(
                 "The loss of kept examples left no gradient on any parameter. If gradient synchronisation is "
