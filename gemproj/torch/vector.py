@@ -113,7 +113,7 @@ class ParameterVector:
         torch._foreach_copy_(self.local(), list(values))
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:
-        """Return the gradient of a loss with respect to each parameter; shards have no ``.grad`` meanwhile."""
+        """Return the gradient of a loss with respect to each parameter; ``.grad`` of shards must be None."""
         if not self.topology.collective:
             found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
             for gradient in found:
