@@ -201,7 +201,8 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
                     found = found[0] @ found[1] if isinstance(found, tuple) else found
                     (into.copy_ if fresh else into.add_)(found)
 
-        return _Recorded.apply(type(layer).forward(_with(layer, constant), x), x.detach(), add, *own.values())
+        out = type(layer).forward(_with(layer, constant), x)
+        return _Recorded.apply(out, x.detach(), add, *own.values())  # type: ignore[no-untyped-call]
 
     with _replaced(model, parts, forward):
         values = call_loss(first.loss, model, batch, t * n, outputs)
@@ -263,11 +264,10 @@ def _gradients(layer: Any, own: Mapping[str, Tensor], x: Tensor, e: Tensor) -> d
         x = x.to(next(iter(own.values())).dtype)
 
     def of_row(x: Tensor, e: Tensor) -> dict[str, Tensor]:
-        out, pulled = vjp(lambda values: type(layer).forward(_with(layer, values), x), own)
-        found: dict[str, Tensor] = pulled(e.to(out.dtype))[0]
-        return found
+        out, pulled, *_ = vjp(lambda values: type(layer).forward(_with(layer, values), x), own)
+        return dict(pulled(e.to(out.dtype))[0])
 
-    return vmap(of_row)(x, e)  # type: ignore[no-any-return]
+    return vmap(of_row)(x, e)
 
 
 def _with(layer: nn.Module, values: Mapping[str, Tensor]) -> Any:

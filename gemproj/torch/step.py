@@ -102,7 +102,8 @@ class Terms:
         Along the vector, losses fall by `rate` times its products with the rows. A vector of gradients times
         `unit` has the unit of this vector. `scaled` says that the optimizer scales its entries.
         """
-        excess, losses = self.excess(rows), rows.losses
+        excess: Any = self.excess(rows)
+        losses: Any = rows.losses
         if excess is None:
             return None
         xp = namespace(gram.b)
