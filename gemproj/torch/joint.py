@@ -58,10 +58,7 @@ class SharedPasses:
         self._plans: dict[Hashable, Plan] = {}
 
     def fill(self, G: Any, model: nn.Module, draws: Sequence[Draw], alone: Any, most: int) -> list[Draw]:
-        """Compute rows of G in passes of at most `most` examples; return the draws of the rows that are left.
-
-        ``alone(draw)`` computes a row in its own pass.
-        """
+        """Compute rows in passes of at most `most` examples; return the draws left for ``alone(draw)``."""
         left: list[Draw] = []
         # Rows of a pass are adjacent in the buffer: between them is no row that stays as it is.
         for (kind, _), same in groupby(enumerate(draws), lambda pair: (_kind(pair[1]), pair[1].k - pair[0])):
@@ -147,22 +144,16 @@ def _share(G: Any, model: nn.Module, draws: list[Draw], plan: Plan) -> list[Draw
     return []
 
 
-class _Loss(nn.ModuleList):
-    """The mean loss of a model on the examples of a draw, as a module with the parameters of the model."""
-
-    def forward(self, draw: Draw, batch: Any, *outputs: Any) -> Tensor:
-        return call_loss(draw.loss, self[0], batch, len(draw.at), *outputs).mean()
-
-
 def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> float:
     """Compute rows by the vectorised gradient of torch, which knows most operations."""
     t, first = len(draws), draws[0]
     given = (batch,) if outputs is None else (batch, outputs)
     given = map_nested(lambda leaf: leaf.view(t, -1, *leaf.shape[1:]), given)
-    loss, names = _Loss([model]), [f"0.{name}" for name in G.vector.names]
+    names, loss = [f"0.{name}" for name in G.vector.names], nn.ModuleList([model])
+    loss.forward = lambda *given: call_loss(first.loss, model, given[0], len(first.at), *given[1:]).mean()
 
     def scaled(values: Sequence[Tensor], given: Any) -> Tensor:
-        return functional_call(loss, dict(zip(names, values, strict=True)), (first, *given)) * G.scale
+        return functional_call(loss, dict(zip(names, values, strict=True)), given) * G.scale
 
     own = [p.detach() for p in G.vector.parameters]
     gradients, losses = vmap(grad_and_value(scaled), (None, 0))(own, given)
@@ -177,16 +168,14 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
 
     In the forward pass of its own layer, a parameter is a constant. The output of the layer passes through an
     identity function, whose backward pass receives the input x of the layer and the gradient e of the output,
-    and adds the gradients of the parameters to G. A parameter that is used elsewhere gets a gradient of its
-    own.
+    and adds the gradients of the parameters to G.
     """
     t, n, first = len(draws), len(draws[0].at), draws[0]
     parts = dict(zip(map(id, G.vector.parameters), G.parts(first.k, t), strict=True))
     reached, rounding = set[int](), {_rounding(part) for part in parts.values()}
 
     def forward(layer: Any, own: Mapping[str, Tensor], x: Tensor) -> Any:
-        # Position ids may be the same for all examples; an error if dimension 0 does not count examples.
-        x = x.expand(t * n, *x.shape[1:])
+        x = x.expand(t * n, *x.shape[1:])  # position ids for all examples; an error for other sizes
         constant = {name: p.detach() for name, p in own.items()}
 
         def add(x: Tensor, e: Tensor) -> None:
@@ -195,10 +184,9 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
             for name, found in _gradients(layer, constant, x, e).items():
                 into, fresh = parts[id(own[name])], id(own[name]) not in reached
                 reached.add(id(own[name]))
-                if isinstance(found, tuple) and found[0].dtype == into.dtype:
-                    into.baddbmm_(*found, beta=0.0 if fresh else 1.0)
+                if callable(found):
+                    found(into, fresh)
                 else:
-                    found = found[0] @ found[1] if isinstance(found, tuple) else found
                     (into.copy_ if fresh else into.add_)(found)
 
         out = type(layer).forward(_with(layer, constant), x)
@@ -250,18 +238,31 @@ class _Recorded(torch.autograd.Function):
 
 
 def _gradients(layer: Any, own: Mapping[str, Tensor], x: Tensor, e: Tensor) -> dict[str, Any]:
-    """Return the gradients of a layer's parameters for t rows, each a tensor (t, *shape) or two factors.
+    """Return the gradients of a layer's parameters for t rows: tensors (t, *shape), or functions to add them.
 
     x and e have the shape (t, n, ...), of the n examples of each row. For the weight of a linear layer, the
     gradient is ``e' x``; of any other layer, torch derives it.
     """
-    kind = f"{type(layer).__module__}.{type(layer).__name__}"
+    kind, dtype = f"{type(layer).__module__}.{type(layer).__name__}", next(iter(own.values())).dtype
     if type(layer) is nn.Linear or kind == "transformers.pytorch_utils.Conv1D":  # with a transposed weight
         x, e = (a.flatten(1, -2) for a in (x.to(e.dtype), e))  # of another dtype under autocast
-        weight = (e.mT, x) if type(layer) is nn.Linear else (x.mT, e)
+        left, right = (e.mT, x) if type(layer) is nn.Linear else (x.mT, e)
+
+        def product(into: Tensor, fresh: bool) -> None:
+            into.baddbmm_(left, right, beta=0.0 if fresh else 1.0)
+
+        weight = product if e.dtype == dtype else left @ right
         return {name: weight if name == "weight" else e.sum(1) for name in own}
-    if x.is_floating_point():  # the backward pass runs outside of autocast
-        x = x.to(next(iter(own.values())).dtype)
+    if type(layer) is nn.Embedding and not (layer.max_norm or layer.scale_grad_by_freq or layer.sparse):
+        if layer.padding_idx is not None:
+            e = e.masked_fill((x == layer.padding_idx)[..., None], 0.0)
+
+        def scatter(into: Tensor, fresh: bool) -> None:
+            at = torch.arange(len(into), device=x.device)[:, None], x.flatten(1)
+            (into.zero_() if fresh else into).index_put_(at, e.flatten(1, -2).to(dtype), accumulate=True)
+
+        return {"weight": scatter}
+    x = x.to(dtype) if x.is_floating_point() else x  # the backward pass runs outside of autocast
 
     def of_row(x: Tensor, e: Tensor) -> dict[str, Tensor]:
         out, pulled, *_ = vjp(lambda values: type(layer).forward(_with(layer, values), x), own)
@@ -288,8 +289,7 @@ def _activations(model: nn.Module, compute: Callable[[], None]) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         with suppress(RuntimeError):  # sparse and quantised tensors may have no storage
-            storage = tensor.untyped_storage()
-            found.setdefault(storage.data_ptr(), storage.nbytes())
+            found.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
         return tensor
 
     for p in model.parameters():
