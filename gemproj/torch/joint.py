@@ -158,7 +158,7 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
     own = [p.detach() for p in G.vector.parameters]
     gradients, losses = vmap(grad_and_value(scaled), (None, 0))(own, given)
     for gradient, part in zip(gradients, G.parts(first.k, t), strict=True):
-        torch.mul(gradient, first.weight, out=part)
+        part.copy_(gradient * first.weight)
     G.note(first.k, range(len(names)), losses / G.scale * first.weight)
     return max(map(_rounding, own))
 
