@@ -171,7 +171,7 @@ def what_is_not_finite_on_one_process():
     keeper.keep([share(task(0, 6))])
     loss(model, share(task(5, 6))).backward()
     keeper._training.look(keeper._steps[0])
-    keeper._training._looks, keeper.look = 1, 2  # these rows stay for one more step
+    keeper.look = 2  # these rows stay for one more step
     if odd:
         local(model[0].weight.grad)[0] = 0.0
         keeper.rows.G.zero_()

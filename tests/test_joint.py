@@ -161,6 +161,16 @@ def normed(name):
     return model
 
 
+class Odd(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flip(1))
+
+
+def cnn():
+    layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
+    return nn.Sequential(*layers).double().eval()
+
+
 CAUSAL, HALF = CrossEntropy(shift=True), torch.autocast("cpu", torch.bfloat16)
 BY_LAYERS = {
     "in place": (lambda: mlp(lambda: nn.ReLU(inplace=True)), lambda: vectors(6), EACH, 1e-12),
@@ -171,6 +181,8 @@ BY_LAYERS = {
     "autocast": (
         lambda: mlp(dtype=torch.float32), lambda: vectors(6, dtype=torch.float32), HALF(EACH), 0.02
     ),
+    "CNN": (cnn, lambda: vectors(2, 6, 6), EACH, 1e-10),
+    "a subclass": (lambda: Odd(6, 3).double(), lambda: vectors(6), EACH, 1e-12),
     "GPT-2": (gpt2, texts, CAUSAL, 1e-12),
     "LoRA, checkpointed": (lora, texts, CAUSAL, 1e-12),
     "norms of Llama": (lambda: normed("llama"), texts, CAUSAL, 1e-5),
@@ -195,16 +207,6 @@ class Around(nn.Module):
         return self.own * self.use(self.inner, x)
 
 
-class Odd(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.flip(1))
-
-
-def cnn():
-    layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
-    return nn.Sequential(*layers).double().eval()
-
-
 def contrastive(model, batch):
     """Return losses that depend on the other examples of a row."""
     logits = model(batch["x"])
@@ -216,7 +218,6 @@ def of_parts(model, batch):
 
 
 BY_VMAP = {
-    "CNN": (cnn, lambda: vectors(2, 6, 6), EACH),
     "a parameter of its own": (lambda: Around(lambda inner, x: inner(x)), lambda: vectors(6), EACH),
     "parts of a model": (lambda: Around(lambda inner, x: inner(x)), lambda: vectors(6), of_parts),
     "outside": (lambda: Around(lambda inner, x: F.linear(x, inner.weight)), lambda: vectors(6), EACH),
@@ -225,7 +226,6 @@ BY_VMAP = {
         lambda: vectors(6, 3),
         EACH,
     ),
-    "a subclass": (lambda: Odd(6, 3).double(), lambda: vectors(6), EACH),
     "a mean": (mlp, lambda: vectors(6), loss),
     "examples that depend on each other": (mlp, lambda: vectors(6), contrastive),
 }

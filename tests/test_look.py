@@ -197,6 +197,20 @@ def test_after_a_look_that_failed_the_next_step_looks_at_all_sets():
     assert len(training.keeper.rows) == 2
 
 
+def test_after_a_switch_of_adapters_the_next_step_looks_at_the_sets_of_the_new_one():
+    training = Training(sets={})
+    keeper, model = training.keeper, training.model
+    for adapter, names in (("one", "ab"), ("two", "c")):
+        model.active_adapter = adapter
+        for name in names:
+            keeper.keep([task(1)], Promise(EACH, tolerance=100.0), name=name)
+    for adapter, names in (("two", "c"), ("one", "ab"), ("two", "c")):
+        model.active_adapter = adapter
+        with pytest.warns(UserWarning, match=f"and {adapter!r} is active"):
+            training.run(3)
+        assert keeper.rows.names == list(names)
+
+
 # --- the forecast --------------------------------------------------------------------------------
 
 

@@ -260,6 +260,17 @@ def test_parameters_that_change_are_seen_at_the_next_step(change, on):
     assert keeper.report()["old"].steps == 4
 
 
+def test_rows_grow_older_by_one_in_a_step_of_several_optimizers():
+    model = perceptron()
+    optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
+    keeper = keep_two(protect(model, optimizers, look=3))
+    for step in range(5):
+        forgets(model)
+        for optimizer in optimizers:
+            optimizer.step()
+            assert keeper.last.age == step % 3
+
+
 def test_rows_are_those_of_the_sets_at_hand():
     model, optimizer, keeper = begin(make=lambda p: sgd(p, 0.0), look=5)
     keep_two(keeper)

@@ -227,8 +227,8 @@ class ZeroStep(ProjectedStep):
             )
         super().check(on)
 
-    def _moves(self, groups: dict[int, dict[str, Any]]) -> list[bool]:
-        return [id(p) in groups and bool(groups[id(p)]["lr"]) for p in self._vector.parameters]
+    def _moves(self) -> list[bool]:
+        return [group is not None and bool(group["lr"]) for group in self._groups]
 
 
 class _Zero(Sharded):

@@ -234,7 +234,7 @@ def map_nested(
 
     Mappings become dicts.
     """
-    if is_leaf(value) or isinstance(value, _LEAVES):
+    if isinstance(value, _LEAVES) or is_leaf(value):
         return function(value)
 
     def again(part: Any) -> Any:  # a self-calling closure is a reference cycle, which keeps tensors alive
@@ -254,11 +254,11 @@ def map_nested(
     return function(value)
 
 
-def leaves_of(value: Any) -> list[Any]:
-    """Return the leaves of a nesting; see `map_nested`."""
+def leaves_of(value: Any, kind: type = object) -> list[Any]:
+    """Return the leaves of a nesting that are of a kind; see `map_nested`."""
     found: list[Any] = []
     map_nested(found.append, value)
-    return found
+    return [leaf for leaf in found if isinstance(leaf, kind)]
 
 
 def moved(batch: Batch, device: Any) -> Batch:
@@ -269,7 +269,10 @@ def moved(batch: Batch, device: Any) -> Batch:
     def movable(value: Any) -> bool:
         return callable(getattr(value, "to", None)) and not isinstance(value, type)
 
-    return map_nested(lambda leaf: leaf.to(device) if movable(leaf) else leaf, batch, movable)
+    def move(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) or movable(leaf) else leaf
+
+    return map_nested(move, batch, movable)
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
@@ -334,7 +337,6 @@ def take(examples: Any, at: Sequence[int]) -> Any:
 
 def join(parts: Sequence[Any]) -> Any:
     """Concatenate examples in one form; raise if they differ in form, structure, shape or dtype."""
-    first = parts[0]
     if all(isinstance(part, PerExample) for part in parts):
         return concatenated(parts)
     kinds = [None if isinstance(part, PerExample) else _kind(part) for part in parts]
@@ -350,11 +352,13 @@ def join(parts: Sequence[Any]) -> Any:
             "examples that differ in length pass the loader itself, whose collate_fn pads them, or a data "
             "set or list of examples with collate=: they are then kept unchanged."
         )
-    return first if len(parts) == 1 else concatenated(parts)
+    return concatenated(parts)
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
     """Concatenate examples in one form, which are alike up to their shapes."""
+    if len(parts) == 1:
+        return parts[0]
     if isinstance(parts[0], PerExample):
         return PerExample(itertools.chain(*parts))
 

@@ -59,18 +59,19 @@ class Forecast:
         says `whole`.
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
-        square, products = rows.products(rows.vector.read_step(rows.vector.before))
+        square, products = rows.products(rows.vector.read_step())
         _, way, safety, rise, since, steps = self.known
         steps += 1
         self._rise, self._since = rise - products, since + square.sqrt()
         self._now = self._ahead(0)
         rows.losses = rows.stored + self._now
         ahead = 2 if late else 1
-        kept = safety * self._ahead(ahead) <= terms.tolerance  # False without a tolerance
+        kept = safety * self._ahead(ahead) <= torch.as_tensor(terms.tolerance)  # False without a tolerance
         # Beyond twice the way from which it comes, the curvature is a guess.
         near = self._since * (1.0 + ahead / steps) <= way
-        # With a weight, the row is a part of every step.
-        flags = ~(kept & near & (steps + ahead <= _MOST_STEPS)) | (terms.weight > 0.0) | whole
+        flags = ~(kept & near & (steps + ahead <= _MOST_STEPS)) | whole
+        if terms.weight is not None:  # then the row is a part of every step
+            flags = flags | (torch.as_tensor(terms.weight) > 0.0)
         if topology.world > 1:  # rounding may differ between processes, and all must do the same
             flags = topology.sum_values(flags.to(square.dtype)) > 0.0
         if not late:

@@ -76,19 +76,15 @@ class Projection:
 
     def __repr__(self) -> str:
         found = f"{len(self.names)} rows, nothing was projected"
-        if self._first is not None:
+        if self._solution is not None:
             found = f"{self.num_violated} of {len(self.names)} rows violated, cosine {self.cosine:.2f}"
         found += f", worst cosine of the step {self.worst_cosine:.2g}"
         return f"Projection({found}, {1e3 * self.seconds:.3g} ms)"
 
-    @property
-    def _first(self) -> DualSolution | None:
-        return self._step if self._solution is None else self._solution
-
     @cached_property
     def solution(self) -> DualSolution | None:
         """Multipliers and certificates of the projected gradient; of the projected step if ``on="step"``."""
-        return None if self._first is None else self._first.to(_as_tensor)
+        return None if self._solution is None else self._solution.to(_as_tensor)
 
     @cached_property
     def step(self) -> DualSolution | None:
@@ -130,24 +126,24 @@ class Projection:
     @property
     def num_violated(self) -> int:
         """Number of rows that the gradient violated."""
-        return 0 if self._first is None else int(self._first.violated.sum())
+        return 0 if self._solution is None else int(self._solution.violated.sum())
 
     @property
     def num_active(self) -> int:
         """Number of active rows: those whose multiplier is not at its lower bound."""
-        return 0 if self._first is None else int(self._first.active.sum())
+        return 0 if self._solution is None else int(self._solution.active.sum())
 
     @property
     def multipliers(self) -> Tensor:
         """The multipliers, shape (t,), float64."""
-        if self._first is None:
+        if self._solution is None:
             return torch.zeros(len(self.names), dtype=torch.float64)
-        return _as_tensor(self._first.multipliers)
+        return _as_tensor(self._solution.multipliers)
 
     @property
     def cosine(self) -> float:
         """Cosine of the gradient (of the step with ``on="step"``) before and after its projection."""
-        return 1.0 if self._first is None else float(self._first.cosine())
+        return 1.0 if self._solution is None else float(self._solution.cosine())
 
     @property
     def worst_cosine(self) -> float:
@@ -224,26 +220,30 @@ class History:
     def __init__(self) -> None:
         self.lines: dict[Any, Line] = {}
         self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
-        self._steps, self._every = 0, 1
+        self.steps, self._every = 0, 1
         self._pending: list[tuple[int, Projection]] = []  # numbers and steps that have not been counted yet
+        self._kind: list[Any] = []
         self._since = dict(_NOTHING)
 
     def add(self, step: Projection, part: Projection | None = None) -> None:
         """Add the statistics of a step, in place of those of a part of it if they were the last ones."""
-        if step._first is None:
+        if step._solution is None:
             return
         if part is not None and self._pending and self._pending[-1][1] is part:
             self._pending[-1] = self._pending[-1][0], step
             return
         most = min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
-        if self._pending and (len(self._pending) >= most or _kind(step) != _kind(self._pending[0][1])):
+        # Steps that are counted together share the sets, and which values are None.
+        kind = [*step.names, *(a is None for a in (*step._solution.bounds, step.excess))]
+        if len(self._pending) >= most or kind != self._kind:
             self.count()
-        self._pending.append((self._steps, step))
-        self._steps += 1
+        self._kind = kind
+        self._pending.append((self.steps, step))
+        self.steps += 1
 
     def wait(self, names: Iterable[Any]) -> None:
         """Count a step under these promises in which nothing was computed."""
-        self._steps += 1
+        self.steps += 1
         for name in names:
             self.lines.setdefault(name, Line(name)).steps += 1
 
@@ -287,12 +287,12 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of all sets; the points of plots are not included."""
         self.count()
-        return {"steps": self._steps, "lines": [asdict(line) for line in self.lines.values()]}
+        return {"steps": self.steps, "lines": [asdict(line) for line in self.lines.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state returned by `state_dict`."""
         self.__init__()  # type: ignore[misc]
-        self._steps = state["steps"]
+        self.steps = state["steps"]
         self.lines = {line["name"]: Line(**line) for line in state["lines"]}
 
     def count(self) -> None:
@@ -301,7 +301,7 @@ class History:
             return
         numbers, pending = zip(*self._pending, strict=True)
         self._pending = []
-        sol = _batch([step._first for step in pending])
+        sol = _batch([step._solution for step in pending])
         violated, active, lam = (to_numpy(a) for a in (sol.violated, sol.active, sol.multipliers))
         cosines, losses, stored = (
             np.stack([to_numpy(getattr(step, name)) for step in pending])
@@ -342,12 +342,6 @@ class History:
 
 # Relative excess of a loss that is a rounding error.
 _LOSSES = 1e-6
-
-
-def _kind(step: Projection) -> Any:
-    """Return what steps that are counted together share: the sets, and which values are None."""
-    assert step._first is not None
-    return list(step.names), [a is None for a in (*step._first.bounds, step.excess)]
 
 
 def _batch(solutions: Sequence[Any]) -> DualSolution:

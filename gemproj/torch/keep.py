@@ -17,7 +17,7 @@ from gemproj.torch._warn import warn
 from gemproj.torch.data import PerExample, join, leaves_of, moved, take
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet
-from gemproj.torch.promise import Loss, call_loss, explained
+from gemproj.torch.promise import Loss, call_loss, explain
 from gemproj.torch.rows import evaluating, passes, reshard
 from gemproj.torch.vector import ParameterVector
 
@@ -55,8 +55,11 @@ def examine(
         batch, _ = kept.fetch(at, vector.device)
         stored = None
         if outputs is not None:
-            with explained(model, batch):
+            try:
                 stored = _of_one(outputs(model, batch), len(at))
+            except Exception as error:
+                explain(error, batch)
+                raise
         if stored is not None:  # None also with a teacher
             found.append(moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device))
         first = first and not topology.collective
@@ -71,18 +74,16 @@ def examine(
             _warn_of_others(kept, at, value.detach(), loss, model, vector, stored)
         return value
 
-    values = _each(model, vector, kept, microbatch, look)
+    kept.losses, means = _losses(model, vector, kept, microbatch, look)
     # After all passes, because only then can sharded processes report an error to each other.
     with topology.agreement({}):
-        for value, at, weight in values:
-            if value.ndim == 0 and promise.allowed is not None:
-                raise ValueError(
-                    f"tolerance needs one loss for each example, shape ({len(at)},); found (). Compute it "
-                    "with reduction='none', or use CrossEntropy of gemproj.torch.losses (for causal language "
-                    "models with shift=True); or pass microbatch=1, so that the loss is called with one "
-                    "example at a time."
-                )
-            kept.losses[at[:weight]] = value[:weight] if value.ndim else value
+        if means and promise.allowed is not None:
+            raise ValueError(
+                f"tolerance needs one loss for each example, shape ({means},); found (). Compute it with "
+                "reduction='none', or use CrossEntropy of gemproj.torch.losses (for causal language models "
+                "with shift=True); or pass microbatch=1, so that the loss is called with one example at a "
+                "time."
+            )
         _check_finite(kept, numbers, loss, model, vector)
         if found:
             kept.outputs = join(found)
@@ -104,9 +105,7 @@ def scored(
         batch, outputs = kept.fetch(at, vector.device)
         return call_loss(loss, model, batch, len(at), outputs)
 
-    losses, topology = torch.zeros_like(kept.losses), vector.topology
-    for value, at, weight in _each(model, vector, kept, microbatch, look):
-        losses[at[:weight]] = value[:weight] if value.ndim else value
+    (losses, _), topology = _losses(model, vector, kept, microbatch, look), vector.topology
     rise = losses - kept.losses
     sums = torch.stack([torch.ones_like(rise).sum(), rise.sum(), rise.square().sum(), kept.losses.sum()])
     total = topology.sum_shards if topology.collective else topology.sum_values
@@ -116,21 +115,26 @@ def scored(
     return tuple(before / n + mean + way * half for way in (0.0, -1.0, 1.0))
 
 
-def _each(
+def _losses(
     model: torch.nn.Module, vector: ParameterVector, kept: KeptSet, microbatch: int | None, look: Any
-) -> list[tuple[Tensor, list[int], int]]:
-    """Call `look` with all examples, as many at a time as in a step; return losses, examples and weights."""
-    topology, found = vector.topology, list[tuple[Tensor, list[int], int]]()
+) -> tuple[Tensor, int]:
+    """Return the loss of each example, from calls of `look` with as many examples at a time as in a step.
+
+    If a loss is a mean, it stands for all of its examples, whose number is returned, too; else zero.
+    """
+    topology, losses, means = vector.topology, torch.zeros_like(kept.losses), 0
     _, (most,) = topology.plan([len(kept)])
     size = microbatch or kept.promise.examples or most  # the same on all processes, which make as many passes
     try:
         with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
-            for at, weight in passes(list(range(len(kept))), size, most):
-                found.append((look(at, weight, not found).detach().double().cpu(), at, weight))
+            for k, (at, weight) in enumerate(passes(list(range(len(kept))), size, most)):
+                value = look(at, weight, k == 0).detach().double().cpu()
+                losses[at[:weight]] = value[:weight] if value.ndim else value
+                means = means if value.ndim else len(at)
     finally:
         if topology.collective:
             reshard(model)
-    return found
+    return losses, means
 
 
 def _student(freedom: float) -> float:
@@ -199,9 +203,7 @@ def _check_collate(kept: KeptSet) -> None:
     if kept.collate is None:
         return
     some = list(range(min(_FETCHED, len(kept))))
-    first, again = (
-        [a for a in leaves_of(kept.fetch(some, None)[0]) if isinstance(a, Tensor)] for _ in range(2)
-    )
+    first, again = (leaves_of(kept.fetch(some, None)[0], Tensor) for _ in range(2))
     with suppress(RuntimeError):  # of tensors that cannot be compared
         if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True)):
             return
@@ -264,7 +266,5 @@ def _of_one(outputs: Any, n: int) -> Any:
 
 
 def _on_cpu(kept: KeptSet) -> bool:
-    leaves = (
-        leaves_of(kept.examples[0]) if isinstance(kept.examples, PerExample) else tree_leaves(kept.examples)
-    )
-    return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
+    some = kept.examples[0] if isinstance(kept.examples, PerExample) else kept.examples
+    return all(leaf.device.type == "cpu" for leaf in leaves_of(some, Tensor))

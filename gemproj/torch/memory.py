@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gemproj.torch.data import Batch, Collate, PerExample, count, join, moved, owned, take
+from gemproj.torch.data import Batch, Collate, PerExample, concatenated, count, join, moved, owned, take
 from gemproj.torch.promise import Loss, Promise
 
 
@@ -94,11 +94,7 @@ class KeptSet:
 
     def fetch(self, at: list[int], device: Any) -> tuple[Batch, Any]:
         """Return some examples as a batch on a device, and their stored outputs or None."""
-        batch = take(self.examples, at)
-        if self.collate is not None:
-            batch = self.collate(list(owned(batch)))  # a collate function may modify its input
-        outputs = None if self.outputs is None else moved(take(self.outputs, at), device)
-        return moved(batch, device), outputs
+        return fetched([(self, at)], device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the examples and what was stored about them; not the promise and the collate function."""
@@ -121,6 +117,17 @@ class KeptSet:
         return cls(promise=promise, collate=collate, queue=list(state["queue"]), held=apart, **held)
 
 
+def fetched(some: Sequence[tuple[KeptSet, list[int]]], device: Any) -> tuple[Batch, Any]:
+    """Return examples of sets that are kept alike as one batch on a device, and their outputs or None."""
+    first, outputs = some[0][0], None
+    batch = concatenated([take(kept.examples, at) for kept, at in some])
+    if first.collate is not None:
+        batch = first.collate(list(owned(batch)))  # a collate function may modify its input
+    if first.outputs is not None:
+        outputs = moved(concatenated([take(kept.outputs, at) for kept, at in some]), device)
+    return moved(batch, device), outputs
+
+
 @dataclass
 class Draw:
     """The examples of one row of G.
@@ -132,16 +139,22 @@ class Draw:
         Indices of the drawn examples.
     loss : callable
         The loss, as it is computed in training.
-    k, weight : int, float
-        Index of the row, and weight of the mean loss of these examples in the row.
+    k : int
+        Index of the row.
+    total, most : int
+        Number of examples of the row on all processes, and number that the passes of this process cover.
+    weight : float
+        Weight of the mean loss of these examples in the row.
     """
 
     kept: KeptSet
     at: list[int]
     loss: Loss
     k: int = 0
+    total: int = 0
+    most: int = 0
     weight: float = 1.0
 
     def stored(self) -> float:
-        """Return the mean loss of the examples when they were kept."""
-        return float(self.kept.losses.numpy()[self.at].mean())
+        """Return the weighted mean loss of the examples when they were kept."""
+        return float(self.kept.losses.numpy()[self.at].mean()) * self.weight if self.at else 0.0

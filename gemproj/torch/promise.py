@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,7 +135,7 @@ def call_loss(loss: Loss, model: torch.nn.Module, batch: Batch, n: int, outputs:
 
     The loss of a single example has shape (1,).
     """
-    with explained(model, batch):
+    try:
         value = loss(model, batch) if outputs is None else loss(model, batch, outputs)
         if not isinstance(value, Tensor):
             raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
@@ -152,30 +151,28 @@ def call_loss(loss: Loss, model: torch.nn.Module, batch: Batch, n: int, outputs:
                 "CrossEntropy of gemproj.torch.losses does. For packed rows of several texts without "
                 "padding, pass microbatch=1."
             )
+    except Exception as error:
+        explain(error, batch)
+        raise
     return value.reshape(1) if n == 1 else value
 
 
-@contextmanager
-def explained(model: torch.nn.Module, batch: Batch) -> Iterator[None]:
+def explain(error: Exception, batch: Batch) -> None:
     """Add the shapes of the examples, and the mode of the model, to an error in a loss."""
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):  # since Python 3.11
-            shapes = map_nested(_shape_of, batch)
-            error.add_note(
-                f"The loss was called with kept examples, of shapes {shapes}, and with the model in "
-                "evaluation mode. A loss that exists in training mode only, as in detectors of torchvision, "
-                "can set model.training = True on the model itself, and leave its layers as they are."
-            )
-            tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
-            if tensors and all(leaf.ndim == 1 for leaf in tensors):
-                error.add_note(
-                    "Their first dimension counts examples. If the batches are elements of a data set, pass "
-                    "the data set, or a DataLoader of it, which collates. Lists in them need collate=, or "
-                    "data.with_format('torch')."
-                )
-        raise
+    if not hasattr(error, "add_note"):  # before Python 3.11
+        return
+    error.add_note(
+        f"The loss was called with kept examples, of shapes {map_nested(_shape_of, batch)}, and with the "
+        "model in evaluation mode. A loss that exists in training mode only, as in detectors of torchvision, "
+        "can set model.training = True on the model itself, and leave its layers as they are."
+    )
+    tensors = leaves_of(batch, Tensor)
+    if tensors and all(leaf.ndim == 1 for leaf in tensors):
+        error.add_note(
+            "Their first dimension counts examples. If the batches are elements of a data set, pass the data "
+            "set, or a DataLoader of it, which collates. Lists in them need collate=, or "
+            "data.with_format('torch')."
+        )
 
 
 def _shape_of(leaf: Any) -> Any:

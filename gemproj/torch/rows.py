@@ -98,11 +98,14 @@ class Rows:
         Number of steps since each row was computed.
     seconds : list of float
         Part of the host time of the last look for each row, 0 for a row of an earlier step.
+    buffer, found, scale : Tensor, Tensor, float
+        While rows are computed: the buffer, whose first rows are those of G; the loss of each row so far; and
+        the factor of losses in backward passes.
     """
 
     def __init__(self, vector: ParameterVector) -> None:
         self.vector = vector
-        self._buffer = torch.empty((0, vector.d), dtype=vector.dtype, device=vector.device)
+        self.buffer = torch.empty((0, vector.d), dtype=vector.dtype, device=vector.device)
         self._views: dict[tuple[int, int], list[Tensor]] = {}  # cached results of `parts`
         self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
         self.clear()
@@ -113,7 +116,7 @@ class Rows:
     @property
     def G(self) -> Tensor:
         """A view of G, shape (t, d)."""
-        return self._buffer[: self._count]
+        return self.buffer[: self._count]
 
     def clear(self) -> None:
         """Drop all rows, but keep the buffer."""
@@ -141,30 +144,33 @@ class Rows:
         rows. Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows in
         one pass.
         """
-        topology, start = self.vector.topology, time.perf_counter()
-        t, losses, then, ages, reached = len(names), self.losses, self.stored, self.ages, self.reached
-        self.clear()
+        topology, start, t = self.vector.topology, time.perf_counter(), len(names)
+        at, sizes = [draw.k for draw in draws], [len(draw.at) for draw in draws]
         whole = len(draws) == t
-        if not whole:
-            self.reached = reached
-        totals, most = topology.plan([len(draw.at) for draw in draws]) if draws else ([], [])
+        before, reached, ages = (self.losses, self.stored), self.reached, self.ages
+        self.clear()
+        if not draws:
+            return
+        for draw, size, total, most in zip(draws, sizes, *topology.plan(sizes), strict=True):
+            draw.total, draw.most, draw.weight = total, most, topology.weight(size, total)
         if topology.collective:
             reshard(model)
-        if t > len(self._buffer):  # free the old buffer before allocating a larger one
-            self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
-            self._buffer = self._buffer.new_empty((t, self.vector.d))
-        self._scale, self._written, self._found = scale, set[int](), [self._none.new_zeros(1)] * t
-        counts = {draw.k: pair for draw, *pair in zip(draws, totals, most, strict=True)}
-        for draw in draws:
-            draw.weight = topology.weight(len(draw.at), counts[draw.k][0])
+        if t > len(self.buffer):  # free the old buffer before allocating a larger one
+            self.buffer, self._views = self.buffer.new_empty((0, self.vector.d)), {}
+            self.buffer = self.buffer.new_empty((t, self.vector.d))
+        self.scale, self.found = scale, self._none.new_zeros(t)
+        if not whole:
+            self.reached = reached
 
-        def alone(draw: Draw) -> Tensor:
-            values, (total, most) = self._none, counts[draw.k]
-            for at, weight in passes(draw.at, microbatch, most):
-                batch, outputs = draw.kept.fetch(at, self.vector.device)
-                values = call_loss(draw.loss, model, batch, len(at), outputs)
-                self.add(draw.k, values.mean(), topology.weight(weight, total))
-            return values.detach()
+        def alone(draw: Draw) -> None:
+            self.found[draw.k] = 0.0
+            parts = passes(draw.at, microbatch, draw.most)
+            for j, (some, weight) in enumerate(parts):
+                batch, outputs = draw.kept.fetch(some, self.vector.device)
+                loss = call_loss(draw.loss, model, batch, len(some), outputs).mean()
+                self.add(draw.k, loss, topology.weight(weight, draw.total), fresh=j == 0)
+            if not parts:
+                self.buffer[draw.k].zero_()
 
         with topology.passes(), evaluating(model, self.vector.device, topology.collective):
             left = draws
@@ -172,61 +178,43 @@ class Rows:
                 left = joint.fill(self, model, draws, alone, microbatch or 2**62)
             for draw in left:
                 alone(draw)
-        for k in counts.keys() - self._written:  # rows without local examples add zero
-            self._buffer[k].zero_()
         # Rows of several processes are summed; those of earlier steps are sums already.
-        for part in [self._buffer[:t]] if whole else [self._buffer[k] for k in counts]:
+        for part in [self.buffer[:t]] if whole else [self.buffer[k] for k in at]:
             if scale != 1.0:
                 part.div_(scale)
             self.reached = topology.reduce(part, self.reached)
-        if draws:
-            stored = [draw.stored() * draw.weight if len(draw.at) else 0.0 for draw in draws]
-            now = torch.cat([self._found[k] for k in counts])
-            found = topology.sum_values(torch.stack([now, now.new_tensor(stored)]))
-            if not whole:
-                at = torch.tensor(list(counts), device=found.device)
-                found = torch.stack([losses, then]).index_copy(1, at, found)
-            self.losses, self.stored = found
-        # Each row has a part of the time, in proportion to its examples.
-        rate = (time.perf_counter() - start) / max(sum(len(draw.at) for draw in draws), 1)
-        sizes = {draw.k: len(draw.at) for draw in draws}
-        self.seconds = [rate * sizes.get(k, 0) for k in range(t)]
-        self.ages = [0 if k in counts else ages[k] for k in range(t)]
+        stored = self.found.new_tensor([draw.stored() for draw in draws])
+        if whole:
+            self.losses, self.stored = topology.sum_values(torch.stack([self.found, stored]))
+        else:
+            due = torch.tensor(at, device=self.found.device)
+            now = topology.sum_values(torch.stack([self.found[due], stored]))
+            self.losses, self.stored = torch.stack(before).index_copy(1, due, now)
         self._count, self.names = t, list(names)
+        self.ages, self.seconds = [0] * t if whole else ages, [0.0] * t
+        # Each row has a part of the time, in proportion to its examples.
+        rate = (time.perf_counter() - start) / max(sum(sizes), 1)
+        for k, size in zip(at, sizes, strict=True):
+            self.ages[k], self.seconds[k] = 0, rate * size
 
-    def add(self, k: int, loss: Tensor, weight: float) -> None:
-        """Add the gradient of ``weight * loss`` to row k, and the loss with the same weight."""
+    def add(self, k: int, loss: Tensor, weight: float, fresh: bool) -> None:
+        """Add the gradient of ``weight * loss`` to row k, which has no value yet if it is `fresh`."""
         _check_loss(k, loss)
-        factor = weight * self._scale
+        factor = weight * self.scale
         gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
-        fresh = k not in self._written
-        found = [j for j, gradient in enumerate(gradients) if gradient is not None]
-        if fresh and len(found) < len(gradients):
-            self._buffer[k].zero_()
-        views, values = self.parts(k), self.vector.dense(gradients)
-        self.note(k, found, (weight * loss.detach()).reshape(1))
-        if found:
-            (torch._foreach_copy_ if fresh else torch._foreach_add_)([views[j] for j in found], values)
+        reached = self.vector.gather(gradients, self.parts(k), add=not fresh)
+        self.note(k, reached, self.found[k : k + 1] + weight * loss.detach())
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
         """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""
-        fresh = k not in self._written
-        self._written.update(range(k, k + len(losses)))
+        self.found[k : k + len(losses)] = losses
         for j in reached:
             self.reached[j] = True
-        for j, loss in enumerate(losses.to(self._none).split(1)):
-            self._found[k + j] = loss if fresh else self._found[k + j] + loss
-
-    def drop(self, k: int) -> None:
-        """Forget row k before it is computed again."""
-        self._written.discard(k)
 
     def parts(self, k: int, t: int = 0) -> list[Tensor]:
         """Return writable views of row k, one per parameter; with t, of t rows from k on, (t, *shape)."""
         if (k, t) not in self._views:
-            here = self._buffer[k : k + t] if t else self._buffer[k]
-            split = zip(here.split(self.vector.sizes, dim=-1), self.vector.shapes, strict=True)
-            self._views[k, t] = [part.view((*here.shape[:-1], *shape)) for part, shape in split]
+            self._views[k, t] = self.vector.split(self.buffer[k : k + t] if t else self.buffer[k])
         return self._views[k, t]
 
     def largest(self, out: Tensor) -> None:
@@ -237,7 +225,7 @@ class Rows:
     def lengths(self, at: slice = slice(None)) -> Tensor:
         """Return the norms of the rows in some columns."""
         # Norms of float32 numbers in float64 would take much longer.
-        kind = torch.promote_types(self._buffer.dtype, torch.float32)
+        kind = torch.promote_types(self.buffer.dtype, torch.float32)
         return torch.linalg.vector_norm(self.G[:, at], dim=1, dtype=kind).to(self._none.dtype)
 
     def products(self, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,26 +250,22 @@ class Rows:
     def follow(self, products: Tensor) -> None:
         """Update the losses to first order after a step with these products."""
         self.losses = self.losses - products  # a new tensor, because statistics hold the old one
-        self.wait()
 
     def wait(self) -> None:
-        """Count a step in which no row is computed."""
+        """Count a step that begins, in which no row has been computed so far."""
         self.ages, self.seconds = [age + 1 for age in self.ages], [0.0] * len(self)
 
 
-def passes(at: list[int], size: int | None, most: int) -> Iterator[tuple[list[int], int]]:
-    """Yield the examples, `size` at a time, with their number as weight.
+def passes(at: list[int], size: int | None, most: int) -> list[tuple[list[int], int]]:
+    """Return the examples, `size` at a time, with their number as weight.
 
     All processes make as many passes as the process with `most` examples; a process with fewer examples
     repeats its first examples with weight zero.
     """
     if size is None or most <= size:
-        if at:
-            yield at, len(at)
-        return
-    for start in range(0, most, size):
-        part = at[start : start + size]
-        yield (part, len(part)) if part else (at[:size], 0)
+        return [(at, len(at))] if at else []
+    parts = [at[start : start + size] for start in range(0, most, size)]
+    return [(part, len(part)) if part else (at[:size], 0) for part in parts]
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
@@ -333,7 +317,7 @@ def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = F
     without dropout, because cuDNN has no gradients for them in evaluation mode.
     """
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
-    changes = list(_changes(list(model.modules())))
+    changes = _changes(list(model.modules()))
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Each CUDA or XPU device has its own generator; the generator of MPS cannot be restored.
     own = device.type in ("cuda", "xpu")
@@ -357,23 +341,26 @@ def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
             setattr(thing, name, value)
 
 
-def _changes(modules: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the attributes and values to set for evaluation mode with gradient checkpointing."""
+def _changes(modules: Sequence[Any]) -> list[tuple[Any, str, Any]]:
+    """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
+    changes: list[tuple[Any, str, Any]] = []
+    configs: dict[int, Any] = {}
     for module in modules:
         checkpoints = module.training and module.__dict__.get("gradient_checkpointing", False)
-        yield module, "training", False  # also where it is, because a loss may change the mode
+        changes.append((module, "training", False))  # also where it is, because a loss may change the mode
         if isinstance(module, torch.nn.RNNBase):
-            yield module, "training", True
-            yield module, "dropout", 0.0
+            changes += [(module, "training", True), (module, "dropout", 0.0)]
         if checkpoints and "GradientCheckpointingLayer" in _kinds(module):  # of transformers
-            yield module, "training", True
-            yield module, "_gradient_checkpointing_func", partial(_checkpoint, module)
+            changes.append((module, "training", True))
+            changes.append((module, "_gradient_checkpointing_func", partial(_checkpoint, module)))
+        if (config := module.__dict__.get("config")) is not None:
+            configs[id(config)] = config
     # With a cache of transformers, packed texts attend to each other, and checkpoints recompute with the
     # cache of the first pass.
-    found = [module.__dict__.get("config") for module in modules]
-    for config in {id(one): one for one in found if one is not None}.values():
+    for config in configs.values():
         if getattr(config, "use_cache", False) and _kinds(config) & {"PretrainedConfig", "PreTrainedConfig"}:
-            yield config, "use_cache", False
+            changes.append((config, "use_cache", False))
+    return changes
 
 
 def _kinds(thing: Any) -> set[str]:

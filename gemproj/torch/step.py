@@ -15,17 +15,19 @@ and a loss below its bound may rise towards it.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from gemproj._arrays import namespace, to_numpy, wide_dtype
+from gemproj._arrays import from_numpy, namespace, on_host, to_numpy, wide_dtype
 from gemproj._bounds import check_accepted, check_options
 from gemproj._combine import combine_into, warn_if_missed
 from gemproj._dual import solve
@@ -55,51 +57,44 @@ _NOISE = 16.0
 
 @dataclass(frozen=True)
 class Terms:
-    """The numbers of the promises about the rows: one number for all rows, or a tensor (t,) if rows differ.
+    """The numbers of the promises about the rows, each an array (t,), or None if no promise has it.
 
-    An infinite penalty means no penalty, a NaN tolerance no tolerance. `held` says whether any promise has a
-    tolerance, and `compared` whether a loss compares outputs with stored outputs, so that it begins at zero;
-    such a loss has a tolerance.
+    Arrays are NumPy's on the CPU, and tensors on a device. A row whose promise lacks a number has weight 0,
+    an infinite penalty, a NaN tolerance. `compared` says which losses compare outputs with stored outputs, so
+    that they begin at zero; such a loss has a tolerance.
     """
 
-    weight: Any = 0.0
+    weight: Any = None
     penalty: Any = None
-    equal: Any = False
-    tolerance: Any = float("nan")
-    repair: Any = 1.0
-    held: bool = False
-    compared: Any = False
+    equal: Any = None
+    tolerance: Any = None
+    repair: Any = None
+    compared: Any = None
 
     @classmethod
     def of(cls, promises: Sequence[Promise], device: torch.device) -> Terms:
         """Return the terms of the promises about the rows, in their order."""
 
-        def shared(values: list[Any]) -> Any:
-            if values.count(values[0]) == len(values):
-                return values[0]
-            kind = torch.bool if isinstance(values[0], bool) else wide_dtype(torch, device)
-            return torch.tensor(values, dtype=kind, device=device)
+        def array(values: list[Any], lacking: Any) -> Any:
+            if all(value is None for value in values):
+                return None
+            found = np.array([lacking if value is None else value for value in values])
+            return found if on_host(device) else from_numpy(found, torch, device)
 
-        none, infinite = float("nan"), float("inf")  # one NaN object, which `list.count` matches by identity
-        penalty = shared([infinite if p.penalty is None else p.penalty for p in promises])
         return cls(
-            shared([p.weight for p in promises]),
-            None if isinstance(penalty, float) and penalty == infinite else penalty,
-            shared([p.equal for p in promises]),
-            shared([none if p.allowed is None else p.allowed for p in promises]),
-            shared([p.repair for p in promises]),
-            any(p.allowed is not None for p in promises),
-            shared([not p.equal and hasattr(p.loss, "outputs") for p in promises]),
+            array([p.weight or None for p in promises], 0.0),
+            array([p.penalty for p in promises], math.inf),
+            array([p.equal or None for p in promises], False),
+            array([p.allowed for p in promises], math.nan),
+            array([p.repair for p in promises], 1.0),
+            array([(not p.equal and hasattr(p.loss, "outputs")) or None for p in promises], False),
         )
-
-    @property
-    def weighs(self) -> bool:
-        """Whether a promise has a weight."""
-        return isinstance(self.weight, Tensor) or bool(self.weight)
 
     def excess(self, rows: Rows) -> Tensor | None:
         """Return losses minus their bounds, shape (t,), NaN without a bound; None if no row has a bound."""
-        return rows.losses - rows.stored - self.tolerance if self.held else None
+        if self.tolerance is None:
+            return None
+        return rows.losses - rows.stored - torch.as_tensor(self.tolerance)
 
     def right_hand_side(self, rows: Rows, gram: Gram, rate: float, unit: float, scaled: bool) -> Any:
         """Return h for a vector with these inner products; None if h is zero.
@@ -107,31 +102,29 @@ class Terms:
         Along the vector, losses fall by `rate` times its products with the rows. A vector of gradients times
         `unit` has the unit of this vector. `scaled` says that the optimizer scales its entries.
         """
-        excess = self.excess(rows)
+        excess: Any = self.excess(rows)
+        losses: Any = rows.losses
         if excess is None:
             return None
-        xp, host = namespace(gram.b), not isinstance(gram.b, Tensor)
-
-        def here(a: Any) -> Any:
-            return to_numpy(a) if host and isinstance(a, Tensor) else a
-
+        xp = namespace(gram.b)
+        if not isinstance(gram.b, Tensor):
+            excess, losses = to_numpy(excess), to_numpy(losses)
         # Differences between two computations of the same losses, and of gradients that are zero.
         eps = torch.finfo(rows.vector.dtype).eps
-        noise = 4.0 * eps * (1.0 + rows.losses.abs())
-        excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)
-        wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
-        if isinstance(self.tolerance, Tensor):
-            wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
+        noise = 4.0 * eps * (1.0 + abs(losses))
+        none = xp.isnan(self.tolerance) | ((excess > 0.0) & (excess <= noise))
+        excess = xp.where(none, xp.zeros_like(excess), excess)
         norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
         # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum of a
         # loss, where the row vanishes. Where the units of a gradient change, a fraction of it.
-        h = xp.minimum(here(wanted), (here(self.repair) if scaled else 1.0) * norms * size)
-        if self.compared is False:
+        most = (self.repair if scaled else 1.0) * norms * size
+        h = xp.minimum(self.repair * excess / max(rate, _SMALLEST_RATE), most)
+        if self.compared is None:
             return h
         # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient. If
         # the row of such a loss is below the rounding error of g, a low h makes the row inactive.
-        near = here((rows.losses.abs() <= noise) & self.compared)
-        return xp.where(near & (unit * norms <= _NOISE * eps * size), -norms * size, h)
+        near = self.compared & (abs(losses) <= noise) & (unit * norms <= _NOISE * eps * size)
+        return xp.where(near, -norms * size, h)
 
 
 def check_promise(promise: Promise, method: AnyMethod, on: On) -> None:
@@ -244,10 +237,11 @@ class ProjectedStep:
 
     def _look(self) -> None:
         """Get the rows, and copy the parameters."""
-        self._rows, self._moving = None, list[bool]()
+        start, self._rows, self._moving = time.perf_counter(), None, list[bool]()
         self._rows = self._training.look(self)
         if self._rows is not None:
-            self._vector.read(self._vector.before)
+            self._vector.begin_step()
+        self._seconds = time.perf_counter() - start
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -257,23 +251,24 @@ class ProjectedStep:
         if rows is None:
             self._clip()
             return
-        # The groups of the optimizer, by parameter id; `lr` and others do not change within a step.
-        self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        held, self._solution = [id(p) in self._groups for p in vector.parameters], None
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        # The group of each parameter, or None; `lr` and others do not change within a step.
+        self._groups = [groups.get(id(p)) for p in vector.parameters]
+        held, self._solution = [group is not None for group in self._groups], None
         if any(p.grad is not None for p in vector.parameters):
             try:
                 if keeper.on == "step":
                     self._check_finite(rows)
                 else:
-                    self._solution, _ = self._solve_gradient(rows, held)
+                    self._solution, _ = self._solve("gradient", rows, vector.read_gradient(), held)
             except ValueError as error:
                 if keeper.project:
                     self._refuse(error)
         if self._solution is not None and keeper.project:
             vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
         self._clip()
-        self._moving = self._moves(self._groups)
-        self._seconds = time.perf_counter() - start
+        self._moving = self._moves()
+        self._seconds += time.perf_counter() - start
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -285,10 +280,10 @@ class ProjectedStep:
         if rows is None or not self._moving:
             return
         start, training, vector, solution = time.perf_counter(), self._training, self._vector, None
-        step = vector.read_step(vector.before)
+        step = vector.read_step()
         if training.keeper.on != "gradient":
             try:
-                solution, changed = self._solve_step(rows, step)
+                solution, changed = self._solve("step", rows, step, self._moving, self._metric(rows))
             except BaseException as error:  # also Ctrl-C
                 if isinstance(error, ValueError) and not training.keeper.project:
                     return
@@ -301,56 +296,37 @@ class ProjectedStep:
                     f"{error}{self._named_rows(str(error))}"
                 ) from error
             if changed:
-                vector.take_step(vector.before)
-                step = vector.read_step(vector.before)
+                vector.take_step()
+                step = vector.read_step()
         square, products = rows.products(step)
         seconds = self._seconds + time.perf_counter() - start
         training.note(self._solution, solution, square, products, seconds)
 
-    def _moves(self, groups: dict[int, dict[str, Any]]) -> list[bool]:
+    def _moves(self) -> list[bool]:
         """Return which parameters have a gradient and a learning rate that is not zero."""
-        return [
-            id(p) in groups and p.grad is not None and not _is_zero(groups[id(p)].get("lr"))
-            for p in self._vector.parameters
-        ]
-
-    def _solve_gradient(self, rows: Rows, held: list[bool]) -> tuple[DualSolution, bool]:
-        """Project the gradient in the scratch buffer; return whether it has changed."""
-        rate = self.learning_rate() if self._training.terms.held else 1.0
-        scaled = not isinstance(self.optimizer, torch.optim.SGD)
-        gradient = self._vector.read_gradient()
-        return self._solve("gradient", rows, gradient, held, rate=rate, scaled=scaled)
-
-    def _solve_step(self, rows: Rows, step: Tensor) -> tuple[DualSolution, bool]:
-        """Project the step in the scratch buffer; return whether it has changed."""
-        weights = self._metric(rows)
-        # Adam's metric has the unit of a gradient divided by a step.
-        terms, alone = self._training.terms, self._training.keeper.on == "step"
-        in_units = terms.penalty is not None or terms.compared is not False or (alone and terms.weighs)
-        unit = self.learning_rate() if weights is None and in_units else 1.0
-        scale = self._clipped * unit
-        return self._solve("step", rows, step, self._moving, unit=unit, scale=scale, weights=weights)
+        still = {id(group) for group in self.optimizer.param_groups if _is_zero(group.get("lr"))}
+        pairs = zip(self._vector.parameters, self._groups, strict=True)
+        return [p.grad is not None and group is not None and id(group) not in still for p, group in pairs]
 
     def _solve(
-        self,
-        kind: str,
-        rows: Rows,
-        v: Tensor,
-        moving: list[bool],
-        *,
-        rate: float = 1.0,
-        unit: float = 1.0,
-        scaled: bool = False,
-        scale: Any = 1.0,
-        weights: Tensor | None = None,
+        self, kind: str, rows: Rows, v: Tensor, moving: list[bool], weights: Tensor | None = None
     ) -> tuple[DualSolution, bool]:
-        """Project v in place, in the columns of moving parameters; return the solution and whether v changed.
+        """Project a gradient or a step v in place; return the solution and whether v changed.
 
-        All local columns are updated, but only one process counts a replicated column in the Gram matrix. The
-        bounds of multipliers are multiplied by `scale`; see `Terms.right_hand_side` for the other numbers.
+        Only columns of moving parameters are used. All local columns are updated, but only one process counts
+        a replicated column in the Gram matrix. `weights` are those of Adam's metric.
         """
         training, keeper, terms = self._training, self._training.keeper, self._training.terms
         vector, topology = rows.vector, rows.vector.topology
+        alone, rate, unit, scale = kind == "gradient" or keeper.on == "step", 1.0, 1.0, 1.0
+        if kind == "gradient":
+            rate = 1.0 if terms.tolerance is None else self.learning_rate()
+        else:
+            # Adam's metric has the unit of a gradient divided by a step.
+            weighs = alone and terms.weight is not None
+            if weights is None and (weighs or terms.penalty is not None or terms.compared is not None):
+                unit = self.learning_rate()
+            scale = unit * (float(self._clipped) if on_host(v.device) else self._clipped)
         columns, owned = vector.columns, vector.owned
         if not all(moving):
             chosen = [j for j, moves in enumerate(moving) if moves]
@@ -363,14 +339,14 @@ class ProjectedStep:
         if weights is None and all(moving):  # alike on all processes
             K = measured.gram.K
             rows.norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)
-        weighted = terms.weighs and (kind == "gradient" or keeper.on == "step")
+        scaled = kind == "gradient" and not isinstance(self.optimizer, torch.optim.SGD)
         h = terms.right_hand_side(rows, measured.gram, rate, unit, scaled)
         options = check_options(
             keeper.method,
             h=h,
-            margin=terms.weight * scale if weighted else 0.0,
+            margin=terms.weight * scale if alone and terms.weight is not None else 0.0,
             penalty=None if terms.penalty is None else terms.penalty * scale,
-            equality=terms.equal,
+            equality=False if terms.equal is None else terms.equal,
         )
         start = training.warm_start(kind, rows.names)
         try:
@@ -405,44 +381,47 @@ class ProjectedStep:
         # the moments of some parameters.
         if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
             return None
-        vector, states, found = self._vector, self.optimizer.state, []
-        w, shares = vector.weights
-        for p, shape, part, moves in zip(vector.parameters, vector.shapes, shares, self._moving, strict=True):
-            if not moves:
+        vector, states, found, (w, shares) = self._vector, self.optimizer.state, [], self._vector.weights
+        for p, shape, part, group, moves in zip(
+            vector.parameters, vector.shapes, shares, self._groups, self._moving, strict=True
+        ):
+            if group is None or not moves:
                 continue
-            group, state = self._groups[id(p)], states.get(p, {})
+            state = states.get(p, {})
             second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             count = state.get("step", group.get("step"))  # some optimizers count in the group
             if second is None or count is None or not group.keys() >= {"betas", "eps"}:
                 return None
             if (second := local(second)).shape != shape:  # GaLore has moments of projected gradients
                 return None
-            correction, rate = 1 - group["betas"][1] ** _number(count), _number(group["lr"])
-            found.append((part, _dequantised(second), correction, group["eps"], rate))
+            if type(second) is not Tensor:  # optimizers of torchao keep moments in 4 or 8 bits
+                second = second.dequantize()
+            found.append((part, second, group["betas"][1], count, group["eps"], group["lr"]))
         rows.largest(w)
         for part, moves in zip(shares, self._moving, strict=True):
             if not moves:
                 part.fill_(1.0)
         if found:
-            parts, seconds, corrections, eps, rates = map(list, zip(*found, strict=True))
+            parts, seconds, betas, counts, eps, rates = map(list, zip(*found, strict=True))
+            counts, rates = _numbers(counts, w.device), _numbers(rates, w.device)
             # All parameters at once: six operations for each would take longer than the optimizer's step.
-            roots: Any = torch._foreach_div(seconds, _alike(corrections, w))
+            roots: Any = torch._foreach_div(seconds, [1 - b**n for b, n in zip(betas, counts, strict=True)])
             torch._foreach_sqrt_(roots)
             roots = [a if (a.dtype, a.device) == (w.dtype, w.device) else a.to(w) for a in roots]
             torch._foreach_maximum_(parts, roots)
             torch._foreach_add_(parts, eps)
-            torch._foreach_div_(parts, _alike(rates, w))
+            torch._foreach_div_(parts, rates)
         return w
 
     def learning_rate(self) -> float:
         """Return the largest learning rate."""
-        rates = [group["lr"] for group in self._groups.values() if group.get("lr") is not None]
+        rates = [group["lr"] for group in self.optimizer.param_groups if group.get("lr") is not None]
         if not rates:
             raise ValueError(
                 f"{type(self.optimizer).__name__} has no learning rate to convert a weight, a penalty or a "
                 "tolerance between units of gradients and of its steps; use an optimizer that has one."
             )
-        return max(float(rate) for rate in rates)
+        return max(map(float, rates))
 
     def _clip(self) -> None:
         """Clip the gradient after weighted rows were added, as in replay."""
@@ -483,11 +462,11 @@ class ProjectedStep:
 
     def _named_rows(self, message: str) -> str:
         """Return the sets of the rows as text to append to a message with row numbers; empty if unknown."""
-        names, held = self._training.rows.names, self._training.terms.held
+        names, tolerance = self._training.rows.names, self._training.terms.tolerance
         if not names or "row" not in message:
             return ""
         named = ", row ".join(f"{k} is of {name!r}" for k, name in enumerate(names[:20]))
-        return f" Row {named}.{' h comes from their tolerances.' if held else ''}"
+        return f" Row {named}.{'' if tolerance is None else ' h comes from their tolerances.'}"
 
 
 def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]) -> Problem:
@@ -501,9 +480,7 @@ def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]
 def _check_optimizer(optimizer: Any) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
-    if not hasattr(optimizer, "register_step_pre_hook") or not hasattr(
-        optimizer, "_optimizer_step_pre_hooks"
-    ):
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
             f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass the inner "
             "one, or for Accelerate use gemproj.integrations.accelerate.Keeper."
@@ -564,20 +541,12 @@ def _is_zero(rate: Any) -> bool:
     return (not isinstance(rate, Tensor) or rate.device.type == "cpu") and bool(rate == 0)
 
 
-def _dequantised(moments: Tensor) -> Tensor:
-    """Return moments as a plain tensor; optimizers of torchao keep moments in 4 or 8 bits."""
-    return moments if type(moments) is Tensor else moments.dequantize()
-
-
-def _alike(numbers: list[Any], like: Tensor) -> list[Any]:
-    """Return the numbers; if any number is a tensor, return tensors on the device of `like`."""
-    if not any(isinstance(number, Tensor) for number in numbers):
-        return numbers
-    return [n if isinstance(n, Tensor) else torch.full((), n, device=like.device) for n in numbers]
-
-
-def _number(value: Any) -> Any:
-    """Return a number in full precision, as a tensor only if reading the value would synchronise a device."""
-    if not isinstance(value, Tensor):
-        return value
-    return float(value) if value.device.type == "cpu" else value.to(wide_dtype(torch, value.device))
+def _numbers(values: list[Any], device: torch.device) -> list[Any]:
+    """Return numbers in full precision, as tensors if reading one of them would synchronise a device."""
+    if {value.device.type for value in values if isinstance(value, Tensor)} <= {"cpu"}:
+        return list(map(float, values))
+    wide = wide_dtype(torch, device)
+    return [
+        value.to(device, wide) if isinstance(value, Tensor) else torch.full((), value, device=device)
+        for value in values
+    ]

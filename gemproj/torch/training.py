@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from gemproj.torch.history import Projection
 from gemproj.torch.joint import SharedPasses
 from gemproj.torch.memory import Draw, KeptSet
 from gemproj.torch.processes import check_alone
+from gemproj.torch.promise import Loss
 from gemproj.torch.rows import Rows, check_spread, reshard, unwrapped
 from gemproj.torch.step import ProjectedStep, Terms
 from gemproj.torch.vector import ParameterVector
@@ -46,13 +47,12 @@ class Training:
         self.terms, self.joint = Terms(), SharedPasses()
         self.last: Projection | None = None
         self.warm: dict[str, tuple[list[Any], Any]] = {}
-        self._changed = True  # whether all rows are to be computed
-        self._begun = self._looks = 0  # steps since attaching, and since the sets have changed
+        self._changed = True  # whether sets were kept, dropped or loaded since the last look
+        self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
         self._noise: Any = None  # norm of the rounding of the weights
-        self._first: list[tuple[Sequence[Any], Tensor]] = []  # names and excesses of the first steps
-        self._left_out = set[Hashable]()
-        self._known = set[int]()  # ids of the parameters of the optimizers
+        self._losses: list[Loss] = []  # of the sets whose rows are computed, as in training
+        self._known: list[Any] = []  # the parameters of model and optimizers
         self._handles: list[Any] = []
         self.steps: list[ProjectedStep] = []
         self.rows: Rows
@@ -74,7 +74,7 @@ class Training:
     def vector(self) -> ParameterVector:
         """Return the trainable parameters that the model has now, as a vector."""
         vector = self.rows.vector
-        known = vector.topology.collective or vector.is_of(self.model.parameters())
+        known = vector.topology.collective or self._parameters() == self._known
         return vector if known else self._new_vector()
 
     def _new_vector(self) -> ParameterVector:
@@ -88,12 +88,17 @@ class Training:
         return vector
 
     def _held(self) -> list[Tensor]:
-        groups = [group for step in self.steps for group in step.optimizer.param_groups]
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+        """Return the parameters of the optimizers."""
+        return [p for step in self.steps for group in step.optimizer.param_groups for p in group["params"]]
+
+    def _parameters(self) -> list[Any]:
+        """Return what tells whether model and optimizers still have the same trainable parameters."""
+        every = [*self.model.parameters(), *self._held()]
+        return [(id(p), p.dtype, p.device) for p in every if p.requires_grad]
 
     def _renew(self) -> None:
         """Begin to project the parameters that the model has now; raise if the optimizers hold others."""
-        held = self._held()
+        held = [p for p in self._held() if p.requires_grad]
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         ids = set(map(id, held))
         lacking = [name for name, p in trainable.items() if id(p) not in ids]
@@ -104,17 +109,17 @@ class Training:
                 "parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
             )
         vector = self._new_vector()
-        mine = set(map(id, vector.parameters))
         # Parameters of a layer that was replaced may stay in the optimizer; no loss depends on them any more.
-        others = [tuple(p.shape) for p in held if id(p) not in mine | self._known]
+        known = {id(p) for p in vector.parameters} | {at for at, *_ in self._known}
+        others = [tuple(p.shape) for p in held if id(p) not in known]
         if others:
             raise ValueError(
                 f"optimizer moves {len(others)} parameters that are not the model's, the first one of shape "
                 f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
                 "optimizer."
             )
-        self._known = ids
-        self.rows, self.joint, self.warm, self._changed = Rows(vector), SharedPasses(), {}, True
+        self._known = self._parameters()
+        self.rows, self.warm = Rows(vector), {}
         for step in self.steps:
             step.use(vector)
         for handle in self._handles:
@@ -136,73 +141,68 @@ class Training:
             self._stepped.add(id(step))
             return self.rows if len(self.rows) else None
         self._stepped.clear()
-        if not self.rows.vector.topology.collective and not (
-            self.rows.vector.is_of(self.model.parameters()) and set(map(id, self._held())) == self._known
-        ):
+        if not self.rows.vector.topology.collective and self._parameters() != self._known:
             self._renew()
-        rows = self.rows
         if self._begun == 0:
             self._begin()
-        self._tell_rate()
-        due = self._due()
+        if self._begun == keeper._soon and keeper.project:
+            self._tell_rate()
         self._begun += 1
-        self._looks += 1
+        self.rows.wait()
+        sets = self._active()
+        due = self._due(sets)
         if due is None or any(due):
-            self._compute(due)
+            self._compute(sets, due)
         elif keeper.look == "auto":
-            rows.wait()
-            keeper.history.wait(rows.names)
+            keeper.history.wait(self.rows.names)
             return None
         self._stepped.add(id(step))
-        return rows if len(rows) else None
+        return self.rows if len(self.rows) else None
 
-    def _due(self) -> list[bool] | None:
-        """Return which rows are computed in a step that begins; None for all, maybe of other sets."""
+    def _due(self, sets: Mapping[Hashable, KeptSet]) -> list[bool] | None:
+        """Return which rows are computed in a step that begins; None for those of all sets."""
         keeper, rows = self.keeper, self.rows
+        others = self._changed or list(sets) != rows.names
         if keeper.look != "auto":
-            some = not self._changed and self._looks % keeper.look
-            return [False] * len(rows) if some else None
+            return None if others or max(rows.ages, default=0) >= keeper.look else [False] * len(rows)
         # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
-        if not len(rows) or not self.terms.held or len(self.steps) > 1:
+        if not len(rows) or self.terms.tolerance is None or len(self.steps) > 1:
             return None
-        if self._changed and rows.vector.topology.world == 1:
+        if others and rows.vector.topology.world == 1:
             return None
-        due: list[bool] = keeper._forecast.due(rows, self.terms, self._changed)
-        return None if self._changed else due
+        due: list[bool] = keeper._forecast.due(rows, self.terms, others)
+        return None if others else due
 
-    def _compute(self, due: Sequence[bool] | None) -> None:
+    def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None) -> None:
         """Compute the rows that are due, those of all sets for None."""
-        keeper, rows, fresh = self.keeper, self.rows, self._changed
-        self._changed = True  # also after an error
-        with rows.vector.topology.agreement(facts := dict[str, Any]()):
-            sets = self._active()
-            if rows.vector.topology.world > 1:
-                facts |= self._facts(sets)
+        keeper, rows, topology = self.keeper, self.rows, self.rows.vector.topology
+        fresh = self._changed or list(sets) != rows.names  # also after an error, which drops all rows
+        with topology.agreement(facts := dict[str, Any]()):
+            if topology.world > 1:
+                facts |= self._facts(sets.values())
+            if fresh:
+                self._begin_sets(sets.values())
             draws = [
-                Draw(kept, kept.draw(keeper._random), keeper._wrapped(kept.promise.loss), k)
-                for k, kept in enumerate(sets)
+                Draw(kept, kept.draw(keeper._random), loss, k)
+                for k, (kept, loss) in enumerate(zip(sets.values(), self._losses, strict=True))
                 if due is None or due[k]
             ]
-        if fresh:
-            self.joint, self._looks = SharedPasses(), 1
-        names, (inner, _), scaler = [kept.name for kept in sets], unwrapped(self.model), self._scaler
-        if sets and (fresh or names != rows.names):
-            self.terms = Terms.of([kept.promise for kept in sets], rows.vector.device)
+        (inner, _), scaler = unwrapped(self.model), self._scaler
         # Losses are scaled as in training with a scaler.
         scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
-        rows.fill(inner, draws, names, microbatch=keeper._microbatch, scale=scale, joint=self.joint)
+        rows.fill(inner, draws, list(sets), microbatch=keeper._microbatch, scale=scale, joint=self.joint)
         self._changed = False
-        if keeper.look == "auto" and self.terms.held:
+        if keeper.look == "auto" and self.terms.tolerance is not None:
             keeper._forecast.take(rows, due, self.terms.tolerance)
 
-    def _facts(self, sets: Sequence[KeptSet]) -> dict[str, Any]:
+    def _facts(self, sets: Iterable[KeptSet]) -> dict[str, Any]:
         """Return the facts that must be equal on all processes of a training."""
         keeper = self.keeper
         # The repr of a function contains an address, which differs between processes.
         given = {name: getattr(keeper, name) for name in ("on", "look", "project", "method", "_microbatch")}
         given["method"] = getattr(keeper.method, "__name__", keeper.method)
         facts: dict[str, Any] = {f"option {name.strip('_')}": repr(one) for name, one in given.items()}
-        facts["names of sets"] = [kept.name for kept in sets]
+        facts["names of sets"] = list(keeper.sets)
         facts["promises"] = [kept.promise.numbers() for kept in sets]
         return facts | self.rows.vector.signature()
 
@@ -214,19 +214,23 @@ class Training:
         if keeper.sets:
             _warn_of_statistics(self.model)
 
-    def _active(self) -> list[KeptSet]:
-        """Return the sets whose losses can move now: not those of other adapters."""
-        adapter, found = adapters(unwrapped(self.model)[0]), []
-        for name, kept in self.keeper.sets.items():
-            if kept.adapter == adapter:
-                found.append(kept)
-            elif name not in self._left_out:
-                self._left_out.add(name)
+    def _active(self) -> dict[Hashable, KeptSet]:
+        """Return the sets whose losses can move now, by name: not those of other adapters."""
+        adapter = adapters(unwrapped(self.model)[0])
+        return {name: kept for name, kept in self.keeper.sets.items() if kept.adapter == adapter}
+
+    def _begin_sets(self, active: Iterable[KeptSet]) -> None:
+        """Begin to compute the rows of these sets, and warn about those of other adapters."""
+        keeper, adapter = self.keeper, adapters(unwrapped(self.model)[0])
+        promises = [kept.promise for kept in active]
+        self.joint, self.terms = SharedPasses(), Terms.of(promises, self.rows.vector.device)
+        self._losses = [keeper._wrapped(promise.loss) for promise in promises]
+        for name, kept in keeper.sets.items():
+            if kept.adapter != adapter:
                 warn(
                     f"The set {name!r} was kept with adapter {kept.adapter!r}, and {adapter!r} is active: "
                     "its promise is left out until its adapter is active again."
                 )
-        return found
 
     def warm_start(self, kind: str, names: list[Any]) -> Any:
         """Return the last multipliers of each set, zero for a new one; None if there are none."""
@@ -242,14 +246,14 @@ class Training:
         device = self.rows.vector.device  # a state has the multipliers on the CPU
         return found.numpy() if on_host(device) else found.to(device)
 
-    def note(self, gradient: Any, solution: Any, square: Tensor, products: Tensor, seconds: float) -> None:
+    def note(self, gradient: Any, step: Any, square: Tensor, products: Tensor, seconds: float) -> None:
         """Take the statistics of a step, and update the losses to first order."""
         rows = self.rows
         assert rows.norms is not None
         if self._noise is None or self._begun % _WEIGHED == 0:
             self._noise = rows.vector.rounding()
         part = Projection(
-            names=list(rows.names),
+            names=rows.names,
             losses=rows.losses,
             stored=rows.stored,
             excess=self.terms.excess(rows),
@@ -259,34 +263,31 @@ class Training:
             rounding=self._noise,
             eps=torch.finfo(rows.vector.dtype).eps,
             ages=rows.ages,
-            seconds=seconds + sum(rows.seconds),
+            seconds=seconds,
             costs=rows.seconds,
-            _solution=gradient,
-            _step=solution,
+            _solution=step if gradient is None else gradient,
+            _step=step,
         )
         before = self.last if len(self.steps) > 1 and len(self._stepped) > 1 else None
         self.last = part if before is None else before.with_part(part)
         self.keeper.history.add(self.last, before)
         rows.follow(products)
-        if before is None and part.excess is not None and len(self._first) < self.keeper._soon:
-            self._first.append((part.names, part.excess))
 
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
-        soon = self.keeper._soon
-        if len(self._first) != soon or not self.keeper.project:
-            return
-        names, _ = self._first[-1]
-        late = [e for n, e in self._first[soon // 2 :] if n == names]
-        self._first.append(self._first[-1])  # said once
-        excess = torch.stack(late).cpu()
-        tolerance = torch.as_tensor(self.terms.tolerance).cpu()
-        above = ((excess > tolerance) & (tolerance > 0.0)).double().mean(0)  # of zero, rounding is an excess
-        far = [name for name, share in zip(names, above.tolist(), strict=True) if share > 0.5]
+        soon, history, far, most = self.keeper._soon, self.keeper.history, list[str](), 0.0
+        for name, points in history.points().items():
+            late = [loss - bound for step, loss, bound in points if step >= history.steps - soon // 2]
+            kept = self.keeper.sets.get(name)
+            # Of a tolerance of zero, rounding is an excess.
+            if late and kept is not None and kept.promise.allowed:
+                above = sum(excess > kept.promise.allowed for excess in late)
+                if above > 0.5 * len(late):
+                    far.append(repr(name))
+                    most = max(most, *late)
         if far:
-            most = float(excess.nan_to_num(0.0).max())
             warn(
-                f"After {soon} steps, losses of {', '.join(map(repr, far[:5]))} are above their bounds "
+                f"After {soon} steps, losses of {', '.join(far[:5])} are above their bounds "
                 f"by more than their tolerances in most steps, by up to {most:.2g}: the tolerance is not "
                 "kept at this learning rate. Lower the rate, or use more examples per step."
             )

@@ -58,7 +58,6 @@ class ParameterVector:
         for p in shards:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
         self._one_device = all(p.device == self.device for p in shards)
-        self._kinds = [(p.dtype, p.device) for p in self.parameters]
         self.sizes, self.shapes = [p.numel() for p in shards], [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
         self.d = self._starts[-1]
@@ -67,31 +66,14 @@ class ParameterVector:
         self._owned = [self._owns(p, group) for p in self.parameters]
         self.columns, self.owned = self.slices(), self.slices(owned=True)
 
-    def is_of(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether these are the parameters, with the same dtypes and devices."""
-        mine = {id(p): kind for p, kind in zip(self.parameters, self._kinds, strict=True)}
-        found = {id(p): (p.dtype, p.device) for p in parameters if p.requires_grad}
-        return found == mine
-
     def buffer(self) -> Buffer:
         """Return an uninitialised vector with its parts."""
         whole = torch.empty(self.d, dtype=self.dtype, device=self.device)
         return Buffer(whole, self.split(whole))
 
-    @cached_property
-    def scratch(self) -> Buffer:
-        """A buffer for gradients and steps."""
-        return self.buffer()
-
-    @cached_property
-    def before(self) -> Buffer:
-        """The parameters at the beginning of the last step that was projected."""
-        return self.buffer()
-
-    @cached_property
-    def weights(self) -> Buffer:
-        """The weights of the metric in which steps are projected."""
-        return self.buffer()
+    scratch = cached_property(buffer)  # of gradients and steps
+    before = cached_property(buffer)  # the parameters at the beginning of the last projected step
+    weights = cached_property(buffer)  # the weights of the metric in which steps are projected
 
     def rounding(self) -> Tensor:
         """Return by how much the rounding of the parameters changes a step, as a norm, shape (1,)."""
@@ -100,9 +82,9 @@ class ParameterVector:
         return eps * self.topology.sum_shards(square).sqrt()  # replicas may count more than once
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Return views of a vector, one per parameter, in the shapes of the local shards."""
-        parts = vector.split(self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        """Return views of vectors (..., d), one per parameter, in the shapes of the local shards."""
+        parts = zip(vector.split(self.sizes, dim=-1), self.shapes, strict=True)
+        return [part.view(*vector.shape[:-1], *shape) for part, shape in parts]
 
     def local(self) -> list[Tensor]:
         """Return the local shard of each parameter; see `local`."""
@@ -110,20 +92,20 @@ class ParameterVector:
             return self.parameters
         return [local(p) for p in self.parameters]
 
-    def read(self, to: Buffer) -> Tensor:
-        """Copy the parameters to a buffer; return it as a vector."""
-        torch._foreach_copy_(to.parts, self.local())
-        return to.whole
+    def begin_step(self) -> None:
+        """Copy the parameters to `before`."""
+        torch._foreach_copy_(self.before.parts, self.local())
 
-    def read_step(self, before: Buffer) -> Tensor:
-        """Return the parameters in a buffer minus the parameters, in `scratch`."""
-        step = self.read(self.scratch)
-        return torch.sub(before.whole, step, out=step)
-
-    def take_step(self, before: Buffer) -> None:
-        """Set the parameters to those in a buffer minus the step in `scratch`, which is overwritten."""
+    def read_step(self) -> Tensor:
+        """Return `before` minus the parameters, in `scratch`."""
         step = self.scratch
-        torch.sub(before.whole, step.whole, out=step.whole)
+        torch._foreach_copy_(step.parts, self.local())
+        return torch.sub(self.before.whole, step.whole, out=step.whole)
+
+    def take_step(self) -> None:
+        """Set the parameters to `before` minus the step in `scratch`, which is overwritten."""
+        step = self.scratch
+        torch.sub(self.before.whole, step.whole, out=step.whole)
         self.assign(step.parts)
 
     def assign(self, values: Sequence[Tensor]) -> None:
@@ -131,22 +113,19 @@ class ParameterVector:
         torch._foreach_copy_(self.local(), list(values))
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:
-        """Return the gradient of a loss with respect to each parameter; ``.grad`` is not changed."""
+        """Return the gradient of a loss with respect to each parameter; ``.grad`` of shards must be None."""
         if not self.topology.collective:
             found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
-            if any(gradient is None for gradient in found):
-                _refuse_reentrant(loss)
+            for gradient in found:
+                if gradient is None:
+                    _refuse_reentrant(loss)
+                    break
             return found
-        # FSDP computes with gathered parameters and writes the gradients of shards to .grad itself.
-        kept = [p.grad for p in self.parameters]
-        try:
-            for p in self.parameters:
-                p.grad = None
-            loss.backward()
-            found = [p.grad for p in self.parameters]
-        finally:
-            for p, gradient in zip(self.parameters, kept, strict=True):
-                p.grad = gradient
+        # FSDP computes with gathered parameters and writes the gradients of shards to .grad, which was None.
+        loss.backward()
+        found = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
         if all(gradient is None for gradient in found):
             raise RuntimeError(
                 "The loss of kept examples left no gradient on any parameter. If gradient synchronisation is "
@@ -154,17 +133,29 @@ class ParameterVector:
             )
         return found
 
-    def dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the local entries of all gradients except None, placed as the parameters are."""
-        if self._are_plain(gradients):
-            found = [g for g in gradients if g is not None]
-        else:
-            found = [local(self.placed(j, g)) for j, g in enumerate(gradients) if g is not None]
-        return found if self._one_device else [g.to(self.device) for g in found]
+    def gather(
+        self, gradients: Sequence[Tensor | None], parts: Sequence[Tensor], add: bool = False
+    ) -> list[int]:
+        """Copy, or add, the local entries of gradients to the parts of a vector; None stands for zero.
+
+        Return the indices of the others.
+        """
+        plain, found, to, values = self._are_plain(gradients), list[int](), list[Tensor](), list[Tensor]()
+        for j, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+            if gradient is not None:
+                found.append(j)
+                to.append(part)
+                values.append(gradient if plain else local(self.placed(j, gradient)).to(self.device))
+            elif not add:
+                part.zero_()
+        if found:
+            (torch._foreach_add_ if add else torch._foreach_copy_)(to, values)
+        return found
 
     def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Return whether `placed` would return all of these gradients unchanged."""
-        return not self.topology.collective and all(g is None or g.layout == torch.strided for g in gradients)
+        """Return whether all of these gradients are dense, placed as the parameters and on one device."""
+        layouts = {torch.strided if g is None else g.layout for g in gradients}
+        return self._one_device and not self.topology.collective and layouts == {torch.strided}
 
     def placed(self, j: int, gradient: Tensor) -> Tensor:
         """Return a dense gradient of parameter j with the placements of the parameter."""
@@ -181,20 +172,13 @@ class ParameterVector:
 
     def read_gradient(self) -> Tensor:
         """Copy the ``.grad`` of all parameters to `scratch` and return it; missing gradients are zero."""
-        to, given, out = [], [], self.scratch
         gradients = [p.grad for p in self.parameters]
-        plain = self._are_plain(gradients)
-        for j, (gradient, part) in enumerate(zip(gradients, out.parts, strict=True)):
-            if gradient is None:
-                part.zero_()
-                continue
-            if not plain and (placed := self.placed(j, gradient)) is not gradient:
-                self.parameters[j].grad = gradient = placed
-            to.append(part)
-            given.append(local(gradient))
-        if to:
-            torch._foreach_copy_(to, given)
-        return out.whole
+        if not self._are_plain(gradients):
+            gradients = [None if g is None else self.placed(j, g) for j, g in enumerate(gradients)]
+            for p, gradient in zip(self.parameters, gradients, strict=True):
+                p.grad = gradient
+        self.gather(gradients, self.scratch.parts)
+        return self.scratch.whole
 
     def write_gradient(self, reached: Sequence[bool]) -> None:
         """Copy `scratch` to each ``.grad``; create missing gradients of `reached` parameters.
@@ -203,11 +187,11 @@ class ParameterVector:
         """
         to, given = [], []
         for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
-            if p.grad is None and wanted:
-                p.grad = _gradient_like(p, part)
-            elif p.grad is not None:
-                to.append(local(p.grad))
+            if p.grad is not None:
+                to.append(local(p.grad) if self._sharded else p.grad)
                 given.append(part)
+            elif wanted:
+                p.grad = _gradient_like(p, part)
         if to:
             torch._foreach_copy_(to, given)
 
