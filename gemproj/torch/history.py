@@ -83,12 +83,12 @@ class Projection:
 
     @cached_property
     def solution(self) -> DualSolution | None:
-        """Multipliers and certificates of the projected gradient; of the projected step if ``on="step"``."""
+        """The solution for the projected gradient; for the projected step if ``on="step"``."""
         return None if self._solution is None else self._solution.to(_as_tensor)
 
     @cached_property
     def step(self) -> DualSolution | None:
-        """Multipliers and certificates of the projected step; None with ``on="gradient"``."""
+        """The solution for the projected step; None with ``on="gradient"``."""
         return None if self._step is None else self._step.to(_as_tensor)
 
     def with_part(self, part: Projection) -> Projection:
