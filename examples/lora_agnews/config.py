@@ -77,6 +77,7 @@ class Config:
 PAPER = Config()
 QUICK = replace(PAPER, preset="quick", seeds=(0, 2), rows=1_600, backbone="small", max_length=32)
 QUICK = replace(QUICK, microbatch=1_000, eval_interval=20, eval_rows=120, probe_interval=8)
+QUICK = replace(QUICK, small_steps=100)  # more of them change no accuracy beyond its noise
 # Without replay of 150 examples, whose steps are the slowest: weighted replay is better, and faster.
 QUICK = replace(QUICK, methods=(*PAPER.methods[:-1], "gem-few", "replay-few"))
 MINI = replace(

@@ -197,7 +197,7 @@ def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
         if not SETTINGS[setting].tuned:
             runs += plan.tune(Run, setting, name, results)[0]
         runs += wanted(setting, name, results)
-    return sorted(plan.missing(runs, results), key=lambda run: run.seed)
+    return sorted(results.missing(runs), key=lambda run: run.seed)
 
 
 def page(results: Results) -> str:
