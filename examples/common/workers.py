@@ -3,6 +3,7 @@
 import importlib.metadata
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 import time
@@ -15,6 +16,13 @@ from rich.progress import track
 
 # Read without importing the packages: an import takes seconds, and not all workers need one.
 VERSIONS = {name: importlib.metadata.version(name) for name in ("gemproj", "torch", "transformers", "peft")}
+
+
+def origin(hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the versions, hashes and machine that results depend on besides their settings."""
+    machine = {"machine": platform.processor() or platform.machine(), "system": platform.system()}
+    return {"versions": VERSIONS, "hashes": dict(hashes or {})} | machine
+
 
 # With glibc, a process keeps memory that was freed. To return it and get it anew is a tenth of a small step.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}

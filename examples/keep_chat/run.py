@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import platform
 import random
 import tempfile
 import time
@@ -22,7 +21,7 @@ from gemproj.torch.data import PerExample
 
 from ..common.metrics import interval
 from ..common.results import rounded
-from ..common.workers import VERSIONS
+from ..common.workers import origin
 from .model import Example, adapted, answer_losses, collate, load, moved, upper
 from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, logits, read
 
@@ -91,7 +90,7 @@ class Run:
 
     def record(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a result."""
-        named = {"key": self.key} | asdict(self) | {"form": asdict(FORMS[self.form]), "versions": VERSIONS}
+        named = {"key": self.key} | asdict(self) | {"form": asdict(FORMS[self.form])}
         of_a_machine = "prepared", "threads", "model", "about"
         return rounded({name: part for name, part in (named | result).items() if name not in of_a_machine})
 
@@ -109,8 +108,7 @@ class Run:
             from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
 
             reduce_intruder_dimension(model, logging_sink=None)
-        about = {"hashes": {}, "machine": platform.processor() or platform.machine()}
-        return found | measured(model, data, self.skill) | {"about": about}
+        return found | measured(model, data, self.skill) | {"about": origin()}
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..common.workers import VERSIONS
+from ..common.workers import VERSIONS, origin
 from . import backbone, stream, train
 from .config import Config
 from .methods import METHODS
@@ -60,7 +60,7 @@ class Run:
         record = Recorder(config, model, *measured, first)
         train.learn(config, METHODS[self.method], self.seed, model, train_rows, record)
         named = {"method": self.method, "seed": self.seed, "order": [task.name for task in tasks]}
-        return named | record.result() | {"about": {"hashes": {}, "versions": VERSIONS}}
+        return named | record.result() | {"about": origin()}
 
     def record(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a result."""

@@ -77,12 +77,20 @@ class KeeperCallback(CallbackBase, Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take the state out of the checkpoint, and load it later, unless the model is only evaluated.
+        """Take the state out of the checkpoint, for when training begins; leave it if there is none.
 
         Lightning itself would load it now, before there is an optimizer.
         """
-        state = checkpoint["callbacks"].pop(self.state_key, None)
-        self._restored = state if trainer.state.fn == "fit" else None
+        state = checkpoint["callbacks"].pop(self.state_key, self._restored)
+        if trainer.state.fn == "fit":
+            self._restored = state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state; until a training has begun, it waits, as `keep` does."""
+        if self._training is None:
+            self._restored = state_dict
+        else:
+            super().load_state_dict(state_dict)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Load the state of a checkpoint from the end of a training, which has not begun again."""
