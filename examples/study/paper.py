@@ -55,9 +55,8 @@ def protocol(wanted: str | None) -> list[str]:
             raise
         print(f"The same protocol on the small backbone: {error}")
         seeds, methods = ",".join(map(str, paper_report.SEEDS)), ",".join(config.PAPER.methods)
-        # Longer articles and pretraining, and finer measurements, than in the quick preset.
-        finer = ["--max-length", "48", "--small-steps", "300"]
-        finer += ["--eval-interval", "10", "--eval-rows", "160", "--probe-interval", "4"]
+        # Longer articles, and finer measurements, than in the quick preset.
+        finer = ["--max-length", "48", "--eval-interval", "10", "--eval-rows", "160", "--probe-interval", "4"]
         return ["--preset", "quick", "--seeds", seeds, "--methods", methods, *finer]
     return ["--preset", "paper", "--backbone", named or MEDIUM]
 

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from ...common.command import cache_folder
-from ...lora_agnews import backbone, config, data, small, stream
+from ...lora_agnews import backbone, data, small, stream
+from ...lora_agnews.config import QUICK
 from .. import digest
 from . import Stream, Task
 
-QUICK = replace(config.QUICK, small_steps=300)  # the model of the finished runs
 _load = lru_cache(maxsize=1)(data.load)  # a worker has many runs, each with its own stream
 
 
@@ -23,14 +23,14 @@ def agnews(seed: int, tasks: int = 3, data_folder: str | None = None, **settings
     is that of the AG News experiment's quick preset with changed `settings`; the small one is kept in the
     user's cache, and pretrained if it is not there.
     """
-    setting = replace(QUICK, device="cpu", experiences=tasks, **settings)
+    config = replace(QUICK, device="cpu", experiences=tasks, **settings)
     articles = _load(Path(data_folder) if data_folder else None, "data_folder")
-    dealt = stream.build(articles.texts, articles.labels, setting)
-    folder = small.backbone_folder(setting, dealt, cache_folder(), Console(quiet=True))
-    model = backbone.load(folder, seed, setting.dropout)
+    dealt = stream.build(articles.texts, articles.labels, config)
+    folder = small.backbone_folder(config, dealt, cache_folder(), Console(quiet=True))
+    model = backbone.load(folder, seed, config.dropout)
     found = []
     for one in (dealt[k] for k in stream.order(tasks, seed)):
-        parts = (backbone.encode(part, folder, setting) for part in (one.train, one.test))
+        parts = (backbone.encode(part, folder, config) for part in (one.train, one.test))
         found.append(Task(one.name, *parts))
     rows = [[part.texts, part.labels] for one in dealt for part in (one.train, one.test)]
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
