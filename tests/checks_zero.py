@@ -88,6 +88,7 @@ def deepspeed_trains_as_one_process():
             x = task(0, 4, torch.float32)[0]
             torch.testing.assert_close(engine.module(x), one(x), rtol=1e-3, atol=1e-3)
     low_precision()
+    scaled()
     errors()
     accelerated()
     trainer()
@@ -105,6 +106,16 @@ def low_precision():
         same_everywhere(whole(engine))
         rounded = flat(engine.module.state_dict().values()) if stage < 3 else whole(engine)
         torch.testing.assert_close(rounded, whole(engine), rtol=2**-8, atol=1e-6)
+
+
+def scaled():
+    """Losses of kept examples are scaled as those of training, so that their gradients do not underflow."""
+    engine = engine_for(perceptron(torch.float32), 1)
+    engine.optimizer.loss_scaler.cur_scale = 2.0**14
+    keeper = KeeperOfEngine(engine, lambda model, batch: loss(model, batch).half() * 2**-26)
+    keeper.keep([share(task(0, 8, torch.float32))])
+    step_of(engine, share(task(1, 8, torch.float32)))
+    assert keeper.rows.G.norm() > 0
 
 
 def in_bfloat16(model, batch):

@@ -12,7 +12,7 @@ pytest.importorskip("mnist1d", reason="needs the extra examples")
 import torch
 
 from examples.common.command import SetupError
-from examples.lora_agnews import data, small, stream
+from examples.lora_agnews import data, pretrain, small, stream
 from examples.lora_agnews.config import MINI
 from examples.study.streams import KINDS, load, text
 
@@ -41,7 +41,7 @@ def at_once(command, **_):
     """Pretrain in this process: that another one does it is tested with the experiment on AG News."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)
-        small.pretrain(*map(Path, command[-2:]))
+        pretrain.pretrain(*map(Path, command[-2:]))
     return SimpleNamespace(returncode=0)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,12 @@ class Results:
             raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
         self.records[record["key"]], self._about = record, about
 
+    def missing(self, runs: Iterable[Any]) -> list[Any]:
+        """Return the runs without a record, each once."""
+        return [run for key, run in {run.key: run for run in runs}.items() if key not in self]
+
     def keep(self, run: Any, result: Record) -> None:
-        """Append the record of a run that has finished."""
+        """Append the record of a run that has finished, and what it says about the machine."""
         self.add(run.record(result), result["about"])
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 import time
@@ -17,6 +18,16 @@ from rich.progress import track
 VERSIONS = {name: importlib.metadata.version(name) for name in ("gemproj", "torch", "transformers", "peft")}
 
 
+def origin(hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the versions, hashes and machine that results depend on besides their settings."""
+    machine = {"machine": platform.processor() or platform.machine(), "system": platform.system()}
+    return {"versions": VERSIONS, "hashes": dict(hashes or {})} | machine
+
+
+# With glibc, a process keeps memory that was freed. To return it and get it anew is a tenth of a small step.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+
+
 def work(
     runs: Sequence[Any], keep: Callable[[Any, dict[str, Any]], None], jobs: int, console: Console
 ) -> None:
@@ -24,11 +35,10 @@ def work(
 
     Ctrl-C and a failed run end the other runs at once.
     """
+    if not runs:
+        return
     others = set(multiprocessing.active_children())
-    how = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(how)
-    if how == "forkserver":  # the server imports the module once, which takes seconds
-        context.set_forkserver_preload([type(runs[0]).__module__])
+    context = importing(type(runs[0]).__module__)
     pool = ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (dict(os.environ),))
     futures = {pool.submit(_timed, run): run for run in runs}
     try:
@@ -44,6 +54,19 @@ def work(
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
         raise
+
+
+def importing(module: str) -> Any:
+    """Return the context of worker processes, whose server begins to import a module, once and for all."""
+    how = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(how)
+    if how == "forkserver":
+        from multiprocessing import forkserver
+
+        os.environ.update(KEEP_MEMORY)
+        context.set_forkserver_preload([module])
+        forkserver.ensure_running()
+    return context
 
 
 def _timed(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

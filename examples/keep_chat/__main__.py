@@ -7,7 +7,6 @@ has seen. Finished runs are kept: after an interruption the same command continu
 """
 
 import argparse
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from rich.console import Console
 
 from ..common import command
-from ..common.results import Results, rounded
+from ..common.results import Results
 from ..common.workers import work
 from . import model as chat
 from . import report
@@ -31,7 +30,6 @@ GPU = (
     "promise:0.02 promise:0.05 promise:0.1 promise-own:0.05 promise:0.05@3 intruder osf "
     "plain@0.1/all outputs:1@0.1/all promise:0.05@0.1/all"
 )
-ABOUT = {"hashes": {}, "machine": platform.processor() or platform.machine()}
 LONG = "before plain outputs:1 promise:0.05 auto:0.05"
 METHODS = {
     "laptop": LAPTOP,
@@ -114,11 +112,9 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
             for skill in skills
             for run in runs_of(text, options.form, where, file, skill, seed, device)
         ]
-        waiting = [run for run in wanted if run.key not in results]
+        waiting = results.missing(wanted)
         console.print(f"[bold]keep_chat[/]  {len(waiting)} of {len(wanted)} runs")
-        if waiting:
-            jobs = options.jobs or (1 if device == "cuda" else command.cores())
-            work(waiting, lambda run, found: results.add(rounded(run.record(found)), ABOUT), jobs, console)
+        work(waiting, results.keep, options.jobs or (1 if device == "cuda" else command.cores()), console)
     for path in report.publish(results, options.out, console):
         console.print(f"[bold]written[/]   {path}")
 

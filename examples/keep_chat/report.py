@@ -177,18 +177,6 @@ def asked(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def words(records: Sequence[Record]) -> str:
-    """Return what the figure `asked` shows."""
-    found: dict[tuple[str, float], list[float]] = {}
-    for record in records:
-        found.setdefault((record["kind"], record["value"]), []).append(record["held_out"])
-    ends = {key: f"{min(values):.3f} to {max(values):.3f}" for key, values in found.items()}
-    asked = [(value, text) for (kind, value), text in sorted(ends.items()) if kind == "promise"]
-    parts = [f"asked for {value:g}, it was {text}" for value, text in asked]
-    parts += [f"with a KL term of weight 1, {ends['outputs', 1.0]}", f"without, {ends['plain', 0.0]}"]
-    return f"Drift after training on conversations that it never saw: {'; '.join(parts)} nats per token."
-
-
 def front(records: Sequence[Record]) -> Figure:
     """Return a figure: the loss on the new skill over the divergence on unseen texts, means of the seeds."""
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]

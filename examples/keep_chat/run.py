@@ -20,7 +20,8 @@ from gemproj.torch import Keeper, Promise
 from gemproj.torch.data import PerExample
 
 from ..common.metrics import interval
-from ..common.workers import VERSIONS
+from ..common.results import rounded
+from ..common.workers import origin
 from .model import Example, adapted, answer_losses, collate, load, moved, upper
 from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, logits, read
 
@@ -89,10 +90,9 @@ class Run:
 
     def record(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a result."""
-        about = asdict(self) | {"form": asdict(FORMS[self.form]), "versions": VERSIONS}
-        for name in ("prepared", "threads", "model"):  # of a machine
-            del about[name]
-        return {"key": self.key} | about | result
+        named = {"key": self.key} | asdict(self) | {"form": asdict(FORMS[self.form])}
+        of_a_machine = "prepared", "threads", "model", "about"
+        return rounded({name: part for name, part in (named | result).items() if name not in of_a_machine})
 
     def __call__(self) -> dict[str, Any]:
         """Train, and return the measurements."""
@@ -108,7 +108,7 @@ class Run:
             from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
 
             reduce_intruder_dimension(model, logging_sink=None)
-        return found | measured(model, data, self.skill)
+        return found | measured(model, data, self.skill) | {"about": origin()}
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,9 @@
 import json
 import platform
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 import torch
 from rich.console import Console
@@ -14,8 +16,9 @@ from gemproj import project
 
 from ..common import command
 from ..common.command import SetupError
-from ..common.workers import VERSIONS
-from . import backbone, figures, report, runs, small, stream
+from ..common.results import Results
+from ..common.workers import VERSIONS, importing, work
+from . import small, stream
 from .config import Config
 from .data import Articles
 
@@ -35,13 +38,24 @@ def run(
         sizes = f"{len(experience.train.texts):,} train and {len(experience.test.texts):,} test rows"
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
+    name = f"{__package__}.runs"
+    importing(name)
+    beside = Thread(target=get_ready, args=(name,), daemon=True)  # while the backbone is pretrained
+    beside.start()
     folder = small.backbone_folder(config, experiences, cache, console)
-    project(torch.ones(2, 1000), -torch.ones(1000))  # compile loops once, and not in each run
+    beside.join()
+    from . import backbone, figures, report, runs
+
     stage = experiences, folder
     todo = [runs.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
     workers = min(jobs or (command.cores() if config.device == "cpu" else 1), len(todo))
-    console.print(f"[bold]runs[/]      {len(todo)} on {config.device}, {workers} at a time, into {out}")
-    records = runs.complete(todo, out / "runs.jsonl", workers, console)
+    results = Results(out / "runs.jsonl")
+    waiting = results.missing(todo)
+    earlier = f"; {len(todo) - len(waiting)} are finished" if len(waiting) < len(todo) else ""
+    where = f"{config.device}, {workers} at a time, into {out}{earlier}"
+    console.print(f"[bold]runs[/]      {len(todo)} on {where}")
+    work(waiting, results.keep, workers, console)
+    records = [results.records[run.key] for run in todo]
 
     machine = {"python": platform.python_version(), "system": platform.system(), "cpu": platform.machine()}
     if torch.cuda.is_available():
@@ -63,6 +77,12 @@ def run(
     console.print(Markdown(tables))
     names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])
     console.print(f"[bold]written[/]   {names} in {out}")
+
+
+def get_ready(name: str) -> None:
+    """Import a module, and compile what its runs need, once for all of them; both take seconds."""
+    import_module(name)
+    project(torch.ones(2, 1000), -torch.ones(1000))
 
 
 def usable(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The runs of an experiment, in worker processes; finished runs are kept and not repeated."""
+"""The runs of an experiment."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from ..common.results import Results
-from ..common.workers import VERSIONS, work
+from ..common.workers import VERSIONS, origin
 from . import backbone, stream, train
 from .config import Config
 from .methods import METHODS
@@ -62,24 +60,14 @@ class Run:
         record = Recorder(config, model, *measured, first)
         train.learn(config, METHODS[self.method], self.seed, model, train_rows, record)
         named = {"method": self.method, "seed": self.seed, "order": [task.name for task in tasks]}
-        return named | record.result()
+        return named | record.result() | {"about": origin()}
+
+    def record(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Return the record of a result."""
+        return {"key": self.key} | {name: value for name, value in result.items() if name != "about"}
 
 
 @lru_cache(maxsize=16)
 def first_task(*shaping: Any) -> dict[Any, int]:
     """Return what the runs of a seed share in this process: right answers during the first task."""
     return {}
-
-
-def complete(runs: Sequence[Run], file: Path, jobs: int, console: Console) -> list[dict[str, Any]]:
-    """Execute the runs that have no record in the file, and return the records of all runs."""
-    results, waiting = Results(file), []
-    for run in runs:
-        if run.key in results:
-            console.print(f"[dim]kept      {run.title} (finished earlier with the same settings)")
-        else:
-            waiting.append(run)
-    if waiting:
-        about = {"hashes": {}, "versions": VERSIONS}
-        work(waiting, lambda run, found: results.add({"key": run.key} | found, about), jobs, console)
-    return [results.records[run.key] for run in runs]

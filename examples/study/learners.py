@@ -131,8 +131,7 @@ class Projected(Learner):
     """GEM and its variants: a promise about the stored examples of each task.
 
     The promise is about the loss or, if `distilled`, about the divergence from stored outputs; `knob` is its
-    tuned field. There is one about each task, each label of a task, or all tasks together. Each example takes
-    `extra` bytes that are stored for another promise.
+    tuned field. There is one about each task, each label of a task, or all tasks together.
     """
 
     def __init__(
@@ -142,14 +141,13 @@ class Projected(Learner):
         knob: str = "",
         per: Literal["task", "label", "all"] = "task",
         tolerance: float | None = None,
-        extra: int = 0,
         on: On = "gradient",
         method: Any = "exact",
         every: int = 1,
     ) -> None:
         super().__init__(setup)
         self.per, self.labels = per, 1
-        self.size = setup.memory(setup.bytes_of_outputs() if distilled else extra).size
+        self.size = setup.memory(setup.bytes_of_outputs() if distilled else 0).size
         past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
         tuned: dict[str, Any] = {knob: setup.knob} if knob else {}
         self.promise = Promise(past, setup.setting.examples, tolerance=tolerance, **tuned)
@@ -175,48 +173,6 @@ class Projected(Learner):
         """The bytes of the kept examples and of their outputs."""
         found = [(*kept.examples.values(), kept.outputs) for kept in self.keeper.sets.values()]
         return sum(tensor.nbytes for tensors in found for tensor in tensors if tensor is not None)
-
-
-class Mixture(Projected):
-    """Two promises about each task: one on the labels, with a weight; one that stored outputs do not drift.
-
-    Each has its own examples, half as many in a step as other methods. The sum of bytes is the same.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, knob="weight", extra=setup.bytes_of_example() + setup.bytes_of_outputs())
-        half = max(1, setup.setting.examples // 2)
-        said = Promise(Distillation(setup.stream.logits), half, tolerance=0.0)
-        self.promises = {"labels": replace(self.promise, examples=half), "outputs": said}
-
-    def end_task(self, task: int, batch: Batch) -> None:
-        """Keep examples for both promises."""
-        for name, promise in self.promises.items():
-            self.keeper.keep([batch], promise, name=f"{name} of {task}", limit=self.size)
-
-
-class TwoMoments(Projected):
-    """GEM with the projected gradient in Adam's first moment, and the original gradient in the second."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        setup.optimizer.register_step_pre_hook(self.correct)  # runs after the hooks of the keeper
-
-    def constrain(self, record: Recorder, loss: Tensor) -> None:
-        """Copy the gradient."""
-        self.raw = [None if p.grad is None else p.grad.clone() for p in self.setup.parameters]
-
-    def correct(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Correct the second moments to be those of the gradient g before the projection to x.
-
-        The optimizer computes ``v <- beta v + (1 - beta) x^2``. Adding ``(1 - beta) / beta (g^2 - x^2)`` to v
-        first replaces x^2 by g^2.
-        """
-        beta = optimizer.param_groups[0]["betas"][1]
-        for p, g in zip(self.setup.parameters, self.raw, strict=True):
-            if g is not None and p.grad is not None and p in optimizer.state:
-                change = g.square() - p.grad.square()
-                optimizer.state[p]["exp_avg_sq"].add_(change, alpha=(1 - beta) / beta)
 
 
 class Reference(Learner):

@@ -44,7 +44,7 @@ def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run
         if chosen(stream, name, results) is None:
             runs += tune(Run, stream, tuned, results)[0]
         runs += wanted(stream, name, "report", results)
-    return missing(runs, results)
+    return results.missing(runs)
 
 
 def to_time(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:
@@ -53,7 +53,7 @@ def to_time(stream: str, results: Results, methods: Sequence[str] = ()) -> list[
     Methods that only vary the stored examples or a weight are not timed: their steps cost the same.
     """
     names = (name for name in methods or STREAMS[stream].methods if name not in {*MEMORIES, *SAME})
-    return missing([one for name in names for one in wanted(stream, name, "time", results)], results)
+    return results.missing(one for name in names for one in wanted(stream, name, "time", results))
 
 
 def published(stream: str, results: Results) -> Found:
@@ -69,11 +69,6 @@ def wanted(stream: str, name: str, phase: str, results: Results) -> list[Run]:
     if point is None:
         return []
     return [Run(stream, name, *point, seed, phase) for seed in (seeds[:TIMED] if phase == "time" else seeds)]
-
-
-def missing(runs: Sequence[Any], results: Results) -> list[Any]:
-    """Return the runs without a record, without duplicates."""
-    return [one for key, one in {one.key: one for one in runs}.items() if key not in results]
 
 
 def chosen(stream: str, name: str, results: Results) -> Point | None:

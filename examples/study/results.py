@@ -1,6 +1,5 @@
 """The runs of the study, and where their records are."""
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any, ClassVar
 
 from examples.common.metrics import Record
 from examples.common.results import Results
-from examples.common.workers import VERSIONS
 
 from . import digest
 
@@ -56,9 +54,3 @@ def results_of(stream: str, folder: Path) -> Results:
 def setting_of(method: Any, rate: float, knob: float | None) -> str:
     """Write the learning rate and, if the method has one, the knob."""
     return f"lr {rate:g}" + (f", {method.knob} {knob:g}" if method.knob and knob is not None else "")
-
-
-def origin(hashes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the versions, hashes and machine that results depend on besides their settings."""
-    machine = {"machine": platform.processor() or platform.machine(), "system": platform.system()}
-    return {"versions": VERSIONS, "hashes": dict(hashes)} | machine

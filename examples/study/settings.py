@@ -143,12 +143,9 @@ MEMORIES = {
     for policy, size in KEPT
     if (policy, size) != ("reservoir", 100)  # the default
 }
-# Labels with a weight, outputs at a tolerance: the accuracy of the first, the small dips of the second?
-MIXED = {"gem-mixture": weighted("GEM, labels and outputs", learners.Mixture)}
-MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", learners.TwoMoments)}
 # Shows the part of a difference that is due to different rates, if tuning has chosen those.
 SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-weight")}
-METHODS |= CHEAPER | MEMORIES | MOMENTS | SAME | MIXED
+METHODS |= CHEAPER | MEMORIES | SAME
 # No gem-step: steps of SGD are gradients. No gem-label: ten tasks of ten labels have a hundred constraints.
 ON_DIGITS = (*(name for name in BASIC if name not in ("gem-step", "gem-label")), *SAME)
 DIGITS: dict[str, Any] = {
@@ -192,7 +189,7 @@ STREAMS = {
         "Permuted digits",
         "permuted",
         options={"tasks": 10, "rows": 500},
-        **DIGITS | {"methods": (*ON_DIGITS, *CHEAPER, *MIXED)},
+        **DIGITS | {"methods": (*ON_DIGITS, *CHEAPER)},
     ),
     "rotated": Setting("Rotated digits", "rotated", options={"tasks": 10, "rows": 500}, **DIGITS),
     "split": Setting(
@@ -201,7 +198,7 @@ STREAMS = {
     "mnist1d": Setting("Permuted MNIST-1D", "mnist1d", options={"tasks": 10, "rows": 1_000}, **DIGITS),
     "agnews3": news(3, tuple(METHODS)),
     "agnews3-lower-rate": news(3, AT_LOWER_RATE, title="AG News, 3 tasks, lower rate", fixed=LOWER_RATE),
-    "agnews5": news(5, (*LONGER, "der", "gem-label", *MIXED)),
+    "agnews5": news(5, (*LONGER, "der", "gem-label")),
     "agnews10": news(10, LONGER),
     "agnews20": news(20, LONGEST, fixed=OF_TEN_TASKS),
 }

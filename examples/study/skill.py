@@ -25,14 +25,14 @@ from examples.common import command
 from examples.common.metrics import Record, grouped, mean_std
 from examples.common.results import rounded
 from examples.common.tables import markdown_table, plus_minus
-from examples.common.workers import work
+from examples.common.workers import origin, work
 from examples.lora_agnews.backbone import GPT2_LAYERS, LORA
 
 from . import compare, digest, plan
 from .__main__ import parser
 from .language import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
 from .plan import Point
-from .results import AnyRun, Results, origin, results_of
+from .results import AnyRun, Results, results_of
 from .settings import SEEDS
 
 CAPTION = (
@@ -197,7 +197,7 @@ def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
         if not SETTINGS[setting].tuned:
             runs += plan.tune(Run, setting, name, results)[0]
         runs += wanted(setting, name, results)
-    return sorted(plan.missing(runs, results), key=lambda run: run.seed)
+    return sorted(results.missing(runs), key=lambda run: run.seed)
 
 
 def page(results: Results) -> str:

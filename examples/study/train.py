@@ -10,12 +10,13 @@ import torch
 
 from examples.common.batch import Batch, batches, concatenate, rows
 from examples.common.results import rounded
+from examples.common.workers import origin
 from examples.lora_agnews.record import Recorder
 from gemproj.torch.losses import CrossEntropy
 
 from . import streams
 from .learners import Learner, Setup
-from .results import AnyRun, Record, origin
+from .results import AnyRun, Record
 from .settings import METHODS, STREAMS
 from .streams import Stream, Task
 

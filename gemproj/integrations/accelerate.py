@@ -34,15 +34,17 @@ class AcceleratedKeeper(KeeperBase):
         """Attach to optimizers; a prepared model runs its forward pass in the precision of training."""
         state = AcceleratorState()
         _refuse_engine(state)
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        scaler, optimizers = getattr(optimizers[0], "scaler", None), [bare(one) for one in optimizers]
         if state.distributed_type == DistributedType.DEEPSPEED:  # experimental
-            from gemproj.integrations.deepspeed import ZeroStep, ZeroVector
+            from gemproj.integrations.deepspeed import ZeroStep, ZeroVector, adapted
 
             self._vector_type, self._step_type = ZeroVector, ZeroStep
+            optimizers = [adapted(one) for one in optimizers]
+            scaler = optimizers[0]
         # `extract_model_from_parallel` would change a compiled model.
         model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        scaler = getattr(optimizers[0], "scaler", None)
-        self._attach(model, [bare(one) for one in optimizers], scaler=scaler, group=everyone())
+        self._attach(model, optimizers, scaler=scaler, group=everyone())
 
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
         """Write the state of this process to a file in the checkpoint."""
@@ -138,30 +140,27 @@ def bare(optimizer: Any) -> Any:
 def file_in(folder: str | os.PathLike[str], number: int = 0) -> Path:
     """Return the file of this process in a checkpoint; each process has its own examples and shards."""
     state = AcceleratorState()
+    which = f"_{number}" if number else ""
     rank = f"_rank{state.process_index}" if state.num_processes > 1 else ""
-    return Path(folder) / f"{_name(number)}{rank}.pt"
-
-
-def _name(number: int) -> str:
-    return f"keeper_{number}" if number else "keeper"
+    return Path(folder) / f"keeper{which}{rank}.pt"
 
 
 def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
     """Read the state of this process from a checkpoint made with a keeper by the same number of processes."""
-    file = file_in(folder, number)
+    file, count = file_in(folder, number), AcceleratorState().num_processes
     if not file.is_file():
         found = sorted(other.name for other in Path(folder).glob("keeper*.pt")) or "none"
         raise FileNotFoundError(
             f"Checkpoint {folder} has no {file.name}; it has {found}. It must come from a run "
             "with a keeper and with the same number of processes."
         )
-    parts, count = len(list(file.parent.glob(f"{_name(number)}_rank*.pt"))), AcceleratorState().num_processes
-    if parts > count:
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    if (saved := state["processes"]) > count:
         raise ValueError(
-            f"Checkpoint {folder} was made by {parts} processes, each with its own examples, but "
-            f"this run has {count}. Resume with {parts}, or keep the examples anew."
+            f"Checkpoint {folder} was made by {saved} processes, each with its own examples, but this run "
+            f"has {count}. Resume with {saved}, or keep the examples anew."
         )
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return state
 
 
 def _refuse_engine(state: AcceleratorState) -> None:

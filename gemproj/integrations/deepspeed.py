@@ -39,7 +39,8 @@ class Keeper(KeeperBase):
     ) -> None:
         super().__init__(promise, on=on, **options)
         self._vector_type, self._step_type = ZeroVector, ZeroStep
-        self._attach(engine.module, engine.optimizer, group=everyone())
+        optimizer = adapted(engine.optimizer)
+        self._attach(engine.module, optimizer, scaler=optimizer, group=everyone())
 
 
 class ZeroVector(ParameterVector):
@@ -108,10 +109,23 @@ class ZeroVector(ParameterVector):
         return True
 
 
+def adapted(zero: Any) -> ZeroOptimizer:
+    """Return the adapter of a ZeRO optimizer, always the same one."""
+    if not hasattr(zero, "_gemproj"):
+        zero._gemproj = ZeroOptimizer(zero)
+    return zero._gemproj
+
+
 class ZeroOptimizer:
-    """An adapter of a ZeRO optimizer for projectors: step hooks, groups, and states by parameter."""
+    """An adapter of a ZeRO optimizer: step hooks, groups, states by parameter, and the scale of losses."""
 
     def __init__(self, zero: Any) -> None:
+        if not (hasattr(zero, "bit16_groups") or hasattr(zero, "fp32_partitioned_groups_flat")):
+            raise ValueError(
+                f"optimizer is DeepSpeed's {type(zero).__name__}; a keeper needs one of ZeRO 1, 2 "
+                'or 3. Set "zero_optimization": {"stage": 1} or more; in bfloat16 stage 2 or more, or '
+                '"grad_accum_dtype": "bf16".'
+            )
         if getattr(zero, "swap_optimizer", False):
             raise ValueError(
                 "optimizer keeps its state on NVMe, where a projector cannot read it. Keep it on the device."
@@ -203,17 +217,6 @@ class ZeroStep(ProjectedStep):
     """The step of a ZeRO optimizer, which moves all parameters whose learning rate is not zero."""
 
     optimizer: Any
-
-    def __init__(self, keeper: Any, optimizer: Any) -> None:
-        if not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp32_partitioned_groups_flat")):
-            raise ValueError(
-                f"optimizer is DeepSpeed's {type(optimizer).__name__}; a keeper needs one of ZeRO 1, 2 "
-                'or 3. Set "zero_optimization": {"stage": 1} or more; in bfloat16 stage 2 or more, or '
-                '"grad_accum_dtype": "bf16".'
-            )
-        if not hasattr(optimizer, "_gemproj"):
-            optimizer._gemproj = ZeroOptimizer(optimizer)
-        super().__init__(keeper, optimizer._gemproj)
 
     def use(self, vector: Any) -> None:  # noqa: D102
         vector.publish = self.optimizer.publish

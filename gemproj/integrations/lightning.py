@@ -63,35 +63,39 @@ class KeeperCallback(CallbackBase, Callback):
     ...     callback.keep(loader, limit=100)
     """
 
-    _stage: str | None = None  # of the trainer that runs
     _trainer: Trainer | None = None
-    _restored: Mapping[str, Any] | None = None
+    _restored: Mapping[str, Any] | None = None  # the state of a checkpoint, until training begins
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note the stage, because a checkpoint loaded for evaluation must not change the kept sets."""
-        self._stage = stage
+        """Raise for a trainer of the package that was renamed."""
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 f"trainer must be a lightning.pytorch.Trainer; found one of {type(trainer).__module__}. Use "
                 "`import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`."
             )
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note that the stage has ended."""
-        self._stage = None
-        if self._restored is not None and self._model is not None:  # from the end of a training
-            restored, self._restored = self._restored, None
-            super().load_state_dict(restored)
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take the state out of the checkpoint, for when training begins; leave it if there is none.
+
+        Lightning itself would load it now, before there is an optimizer.
+        """
+        state = checkpoint["callbacks"].pop(self.state_key, self._restored)
+        if trainer.state.fn == "fit":
+            self._restored = state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, but not one from a checkpoint that is only evaluated.
-
-        Lightning loads it before there is an optimizer, so it waits until training begins.
-        """
-        if self._stage is None and self._model is not None:
-            super().load_state_dict(state_dict)
-        elif self._stage in (None, "fit"):
+        """Load a state; until a training has begun, it waits, as `keep` does."""
+        if self._training is None:
             self._restored = state_dict
+        else:
+            super().load_state_dict(state_dict)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Load the state of a checkpoint from the end of a training, which has not begun again."""
+        if self._training is not None:
+            self._load_restored()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a task, or continue the task of a checkpoint."""
@@ -113,9 +117,7 @@ class KeeperCallback(CallbackBase, Callback):
         self._steps[0].early = pl_module.automatic_optimization
         self._collate = getattr(trainer.train_dataloader, "collate_fn", None)
         self._keep_pending()
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            super().load_state_dict(restored)
+        self._load_restored()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Project the gradient, before Lightning clips it."""
@@ -144,6 +146,11 @@ class KeeperCallback(CallbackBase, Callback):
         held = super().__getstate__() | {"_trainer": None}
         # Lightning gives a callback these methods of the module.
         return {name: value for name, value in held.items() if name not in ("log", "log_dict")}
+
+    def _load_restored(self) -> None:
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.load_state_dict(restored)
 
     def _wrapped(self, loss: Loss) -> Loss:
         trainer = self._trainer

@@ -21,6 +21,7 @@ except ImportError as error:
         "pip install '.[transformers]' in a checkout of gemproj."
     ) from error
 
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from gemproj.integrations.accelerate import AcceleratedKeeper, file_in, read
@@ -43,8 +44,6 @@ _TEXT = "tokens of a text"
 _TEXTS_WRITTEN, _HELD_OUT = 256, 0.2
 # Names in the logs of the held-out loss and the ends of its 95 % interval.
 _HELD = ("held_out", "held_out_low", "held_out_high")
-# Frames between a callback and the object that has the list of callbacks, which subclasses add to.
-_FRAMES = 8
 
 
 class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
@@ -99,13 +98,10 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     _usual = Promise(Distillation())
     _remedy = "Pass KeeperCallback(texts): this model does not write texts."
-    _tools: tuple[Any, ...] | None = None  # tokenizer and training arguments
+    _collate: _Examples | None  # since the first training began
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
-        if self._tools is None or collate is not None:
-            return data, collate
-        assert isinstance(self._collate, _Collator)
-        return _as_examples(data, self._model, self._collate, *self._tools)
+        return (data, collate) if collate or not self._collate else self._collate.of(data)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give back the norm to which gradients are clipped, after a training that broke off."""
@@ -119,13 +115,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         self.max_norm = None
         self._attach_prepared(model, optimizer)
         self._come_first()
-        loader: Any = kwargs.get("train_dataloader")
-        tokenizer = kwargs.get("processing_class")
+        loader, tokenizer = kwargs.get("train_dataloader"), kwargs.get("processing_class")
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-        # Without a batch sampler, the elements of the data set are batches.
-        batched = getattr(loader, "batch_sampler", None) is not None
-        self._collate = _Collator(tokenizer, loader.collate_fn if batched else None)
-        self._tools = (tokenizer, args)
+        self._collate = _Examples(model, tokenizer, args, loader)
         self._soon = max(min(type(self)._soon, state.max_steps // 10), 4)
         self._keep_pending()
         self._noted, self._noted_at = 0, -1  # a callback that was added twice is called twice
@@ -137,9 +129,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     def _keep_references(self) -> None:
         """Let a language model write what to keep, where no data was given."""
-        assert self._tools is not None
+        assert self._collate is not None
         assert self._model is not None
-        (tokenizer, _), (model, _) = self._tools, unwrapped(self._model)
+        tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._model)
         if tokenizer is None or not getattr(model, "can_generate", bool)():
             return
         world, rank = AcceleratorState().num_processes, AcceleratorState().process_index
@@ -154,7 +146,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         # DeepSpeed clips within its step.
         if args.max_grad_norm and self._steps and type(self._steps[0]) is ProjectedStep:
             self.max_norm, self._steps[0].norm = float(args.max_grad_norm), None
-            args.max_grad_norm = _Later(self.max_norm)
+            args.max_grad_norm = _Later()
+            args.max_grad_norm.norm = self.max_norm
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -193,37 +186,31 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Detach from the optimizer."""
         self.remove()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying and pickling; a copy has nothing of a training."""
-        return super().__getstate__() | {"_tools": None}
-
     def _come_first(self) -> None:
         """Move before the callbacks that report logs, which otherwise would not see our numbers.
 
         A callback is not told in which list it is; it is called by the object that has the list.
         """
         frame: Any = sys._getframe(1)
-        for _ in range(_FRAMES):
+        while frame is not None:
             callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
             if isinstance(callbacks, list) and self in callbacks:
                 callbacks.remove(self)
                 callbacks.insert(0, self)
                 return
-            frame = frame.f_back or frame
+            frame = frame.f_back
 
     def _find(self, args: Any, step: int) -> dict[str, Any]:
         """Return the state of the keeper at the step from which training resumes, or raise."""
         named = args.resume_from_checkpoint
-        folders = [Path(named)] if named and os.path.isdir(named) else []
-        folders.append(_checkpoint(args, step))
-        for folder in folders:
-            if file_in(folder).is_file() and (found := read(folder))["step"] == step:
-                return found
+        folder = Path(named) if named and os.path.isdir(named) else _checkpoint(args, step)
+        if file_in(folder).is_file() and (found := read(folder))["step"] == step:
+            return found
         raise ValueError(
-            f"Training resumes at step {step}, but the state of the keeper at that step is not in "
-            f"{' or '.join(map(str, folders))}. Set args.resume_from_checkpoint to the checkpoint. If it was "
-            "made without a keeper, begin a training from its model instead: Model.from_pretrained("
-            "checkpoint), and train() without resume_from_checkpoint."
+            f"Training resumes at step {step}, but the state of the keeper at that step is not in {folder}. "
+            "Set args.resume_from_checkpoint to the checkpoint. If it was made without a keeper, begin a "
+            "training from its model instead: Model.from_pretrained(checkpoint), and train() without "
+            "resume_from_checkpoint."
         )
 
 
@@ -237,18 +224,7 @@ class _Later(float):
     If a training breaks off, no callback is told. The norm is then still here, also in copies.
     """
 
-    def __new__(cls, norm: float) -> _Later:
-        self = super().__new__(cls, 0.0)
-        self.norm = norm
-        return self
-
     norm: float
-
-    def __reduce__(self) -> Any:
-        return float, (self.norm,)
-
-    def __deepcopy__(self, memo: Any) -> float:
-        return self.norm
 
 
 def _clip_again(args: Any) -> None:
@@ -256,70 +232,71 @@ def _clip_again(args: Any) -> None:
         args.max_grad_norm = args.max_grad_norm.norm
 
 
-def _as_examples(
-    data: Any, model: Any, collator: _Collator, tokenizer: Any, args: Any
-) -> tuple[Any, Collate | None]:
-    """Return data of a Trainer's user as `gemproj.torch.Keeper.keep` takes it, with a collate function."""
-    if isinstance(data, str):
-        raise TypeError("data must be a list of texts; found one text. Pass [text].")
-    if isinstance(data, DataLoader | Mapping) or not hasattr(data, "__getitem__") or not len(data):
-        return data, None
-    first = data[0]
-    if isinstance(first, Mapping) and first.keys() >= {"role", "content"}:
-        raise TypeError("data must be a list of conversations; found one conversation. Pass [conversation].")
-    if isinstance(first, Mapping) and not first.keys() & _COLUMNS:
-        parts = [names for names in _TEXTS if first.keys() >= set(names)]
-        if parts:
-            data = [reduce(add, (one[name] for name in parts[0])) for one in data]
-            first = data[0]
-    if _is_text(first):
-        if tokenizer is None:
-            raise ValueError("data holds texts, and the trainer has no tokenizer: pass processing_class=.")
-        longest = getattr(args, "max_length", None) or min(tokenizer.model_max_length, _LONGEST)
-        generates = getattr(model, "can_generate", bool)()
-        return [_tokens(one, tokenizer, longest, generates) for one in data], collator
-    if not isinstance(first, Mapping) or collator.collate is None:
-        return data, None
-    if args.remove_unused_columns:
+class _Examples:
+    """Makes examples of texts, and batches: of texts itself, of other examples by the Trainer's collator."""
+
+    def __init__(self, model: Any, tokenizer: Any, args: Any, loader: Any) -> None:
+        self.tokenizer = tokenizer
+        # Without a batch sampler, the elements of the data set are batches.
+        batched = getattr(loader, "batch_sampler", None) is not None
+        self.collate: Collate | None = loader.collate_fn if batched else None
+        longest = min(getattr(tokenizer, "model_max_length", _LONGEST), _LONGEST)
+        self.longest = getattr(args, "max_length", None) or longest
+        self.labelled = getattr(model, "can_generate", bool)()
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
-        taken = {*inspect.signature(base.forward).parameters, "label", "label_ids", *(args.label_names or ())}
-        if first.keys() & taken and not first.keys() <= taken:
-            data = [{key: one[key] for key in first if key in taken} for one in data]
-    return data, collator
+        columns = {
+            *inspect.signature(base.forward).parameters,
+            "label",
+            "label_ids",
+            *(args.label_names or ()),
+        }
+        self.columns = columns if args.remove_unused_columns else set()
 
+    def of(self, data: Any) -> tuple[Any, Collate | None]:
+        """Return data of a Trainer's user as `keep` takes it, with a collate function."""
+        if isinstance(data, str):
+            raise TypeError("data must be a list of texts; found one text. Pass [text].")
+        if isinstance(data, DataLoader | Mapping) or not hasattr(data, "__getitem__") or not len(data):
+            return data, None
+        keys = data[0].keys() if isinstance(data[0], Mapping) else set()
+        if keys >= {"role", "content"}:
+            raise TypeError(
+                "data must be a list of conversations; found one conversation. Pass [conversation]."
+            )
+        parts = [names for names in _TEXTS if keys >= set(names)]
+        if parts and not keys & _COLUMNS:
+            data = [reduce(add, (one[name] for name in parts[0])) for one in data]
+        first = data[0]
+        if isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping)):
+            if self.tokenizer is None:
+                raise ValueError(
+                    "data holds texts, and the trainer has no tokenizer: pass processing_class=."
+                )
+            return [self.tokens(one) for one in data], self
+        if not keys or self.collate is None:
+            return data, None
+        if keys & self.columns:  # otherwise the collator makes what the model takes
+            data = [{key: one[key] for key in keys if key in self.columns} for one in data]
+        return data, self
 
-def _is_text(one: Any) -> bool:
-    """Return whether an element is a text or a conversation."""
-    return isinstance(one, str) or (isinstance(one, list) and bool(one) and isinstance(one[0], Mapping))
-
-
-def _tokens(one: Any, tokenizer: Any, longest: int, labelled: bool) -> dict[str, dict[str, list[int]]]:
-    """Return the tokens of a text or of a conversation, as an example that `_Collator` knows."""
-    text = one if isinstance(one, str) else tokenizer.apply_chat_template(one, tokenize=False)
-    # A template writes its own special tokens.
-    found = tokenizer(text, truncation=True, max_length=longest, add_special_tokens=isinstance(one, str))
-    ids = list(found["input_ids"])
-    return {_TEXT: {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}}
-
-
-class _Collator:
-    """Makes batches of tokenised texts itself, and of other examples by the collator of a Trainer."""
-
-    def __init__(self, tokenizer: Any, collate: Collate | None) -> None:
-        self.tokenizer, self.collate = tokenizer, collate
+    def tokens(self, one: Any) -> dict[str, dict[str, list[int]]]:
+        """Return the tokens of a text or of a conversation as an example; an empty one has no label."""
+        plain = isinstance(one, str)
+        text = one if plain else self.tokenizer.apply_chat_template(one, tokenize=False)
+        # A template writes its own special tokens.
+        found = self.tokenizer(text, truncation=True, max_length=self.longest, add_special_tokens=plain)
+        ids = list(found["input_ids"])
+        example = {"input_ids": ids or [0]} | ({"labels": ids or [-100]} if self.labelled else {})
+        return {_TEXT: example}
 
     def __call__(self, examples: list[Any]) -> Any:
         if _TEXT not in examples[0]:
             assert self.collate is not None
             return self.collate(examples)
-        batch = {}
-        pad = getattr(self.tokenizer, "pad_token_id", None) or 0
-        for name in examples[0][_TEXT]:
-            rows = [one[_TEXT][name] for one in examples]
-            counts = torch.tensor([len(row) for row in rows])
-            mask = torch.arange(max(int(counts.max()), 1)) < counts[:, None]
-            batch[name] = torch.full(mask.shape, pad if name == "input_ids" else -100)
-            batch[name][mask] = torch.tensor([token for row in rows for token in row], dtype=torch.long)
-            if name == "input_ids":
-                batch["attention_mask"] = mask.long()
-        return batch
+        texts = [one[_TEXT] for one in examples]
+        texts = [one | {"attention_mask": [1] * len(one["input_ids"])} for one in texts]
+        padding = {"input_ids": getattr(self.tokenizer, "pad_token_id", None) or 0, "labels": -100}
+        return {
+            name: pad_sequence([torch.tensor(one[name]) for one in texts], True, padding.get(name, 0))
+            for name in texts[0]
+        }
