@@ -5,7 +5,6 @@ import torch
 
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
-from gemproj.torch.processes import Local
 from gemproj.torch.references import write_references
 from tests.models import adapted, flat, language_model, logits, perceptron, rival, sgd, task, tokenizer
 
@@ -111,27 +110,6 @@ def test_hold_out():
     assert "not kept" in repr(keeper.report())
     with pytest.raises(ValueError, match="hold_out must be a share"):
         keeper.keep([batch], hold_out=1.5)
-
-
-def test_held_out_examples_take_as_many_passes_on_all_processes():
-    """A process with fewer examples than another one joins all of its passes, with all examples in each."""
-    calls = []
-
-    class WithMore(Local):
-        def plan(self, counts):
-            return [n + 7 for n in counts], [7 for _ in counts]
-
-    def loss(model, batch):
-        calls.append(len(batch[0]))
-        return torch.nn.functional.cross_entropy(logits(model, batch), batch[1], reduction="none")
-
-    model = perceptron()
-    keeper = Keeper(model, sgd(model.parameters()))
-    keeper.keep([task(0, 9)], Promise(loss, examples=None), name="old", hold_out=1 / 3)
-    keeper.rows.vector.topology = WithMore()
-    calls.clear()
-    keeper.report()
-    assert calls == [3]
 
 
 def test_interval():
