@@ -30,6 +30,7 @@ BENCHMARKS = [
 
 @pytest.fixture
 def impatient(monkeypatch):
+    monkeypatch.setattr("gc.collect", lambda: 0)  # before each measurement of memory
     monkeypatch.setattr(timing, "settle", lambda: None)
     monkeypatch.setattr(timing.burst, "__defaults__", (0.0,))  # each burst is one call
 
@@ -53,7 +54,7 @@ def test_a_benchmark_runs_once(module, cls, name, monkeypatch, impatient):
     assert ran
 
 
-def test_peak_memory_counts_what_is_freed_again(monkeypatch, tmp_path):
+def test_peak_memory_counts_what_is_freed_again(monkeypatch, tmp_path, impatient):
     size = 64 << 20
     kept = np.zeros(size, np.uint8)
 
@@ -68,19 +69,6 @@ def test_peak_memory_counts_what_is_freed_again(monkeypatch, tmp_path):
         assert peaks.peak_memory(timing.Call(lambda: kept.fill(1))) < 0.05 * size
     monkeypatch.setattr(peaks, "PROC", tmp_path / "nothing")
     assert peaks.peak_memory(call) is None
-
-
-def test_calls_take_turns_and_are_prepared(impatient):
-    log, steps = [], ("run", "prepare", "just before")
-    calls = {
-        name: timing.Call(*(lambda step=f"{step} {name}": log.append(step) for step in steps))
-        for name in "ab"
-    }
-    times = timing.in_turn(calls, seconds=0.0)
-    assert log[:4] == ["prepare a", "run a", "prepare b", "run b"]
-    turn = [f"{step} {name}" for name in "ab" for step in ("prepare", "just before", "run")]
-    assert log[4:] == timing.FEWEST * turn
-    assert [len(times[name]) for name in "ab"] == [timing.FEWEST] * 2
 
 
 @pytest.mark.parametrize("t", [1, 3])
@@ -108,7 +96,6 @@ def test_candidates_answer_the_same_question_again_and_again(t):
 
 
 def test_the_report_is_written_with_its_figure(impatient, tmp_path, monkeypatch):
-    monkeypatch.setattr(peaks, "rest", lambda: None)  # which collects garbage each time
     out, figure = tmp_path / "bench.md", tmp_path / "bench.png"
     projection.main(t="1,2", d=20_000, seconds=0.0, out=out, figure=figure)
     rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith(f"| {GIVEN} |")]
