@@ -128,25 +128,6 @@ def test_a_penalty_is_quadratic_around_the_old_weights(name):
         torch.testing.assert_close(learner.importance[0], (squares[0] + squares[1]) / 2)
 
 
-def test_second_moments_of_adam():
-    """The second moments are those of the gradient before projection."""
-    learner, (batch, *_) = learner_of("gem-moments", optimizer=torch.optim.AdamW, rate=1e-3)
-    optimizer, parameters = learner.setup.optimizer, learner.setup.parameters
-    learner.loss(batch).backward()
-    learner.constrain(None, None)
-    optimizer.step()
-    learner.end_task(0, first(8, batch))
-    before = [optimizer.state[p]["exp_avg_sq"].clone() for p in parameters]
-    optimizer.zero_grad()
-    (-learner.loss(first(8, batch))).backward()  # against the constraint
-    raw = [p.grad.clone() for p in parameters]
-    learner.constrain(None, None)
-    optimizer.step()
-    assert not torch.allclose(raw[0], parameters[0].grad)  # projected
-    for p, g, v in zip(parameters, raw, before, strict=True):
-        torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], 0.999 * v + 0.001 * g.square())
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
