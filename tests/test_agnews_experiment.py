@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from examples.common import metrics
 from examples.common.command import SetupError
-from examples.lora_agnews import backbone, data, record, runs, small, stream
+from examples.lora_agnews import backbone, data, runs, small, stream
 from examples.lora_agnews.__main__ import main, parser
 from examples.lora_agnews.config import METHODS, MINI, PAPER
 from examples.study import paper, paper_report
@@ -88,27 +88,6 @@ def test_pretraining_sees_the_training_texts_only(stage, tmp_path):
 def test_every_other_method_runs(stage, method, one_thread):
     found = runs.Run(MINI, method, 3, *stage)()["seconds"]
     assert found["projections"] == 12 * (not method.startswith("replay"))
-
-
-def test_runs_of_a_seed_share_the_first_task_and_nothing_else(stage, one_thread, monkeypatch):
-    steps, count = [], record.Recorder._count
-    noted = lambda self, given: steps.append(self.step) or count(self, given)  # noqa: E731
-    monkeypatch.setattr(record.Recorder, "_count", noted)
-
-    def learned(method):
-        """Return what is measured, and the steps of the evaluations."""
-        steps.clear()
-        found = runs.Run(MINI, method, 4, *stage)()
-        return found["accuracies"], found["curve"], [*steps]
-
-    *plain, of_plain = learned("plain")
-    *shared, later = learned("gem-few")
-    runs.first_task.cache_clear()
-    *alone, of_all = learned("gem-few")
-    assert shared == alone
-    assert shared[0][:2] == plain[0][:2]
-    assert of_plain == of_all
-    assert later == [step for step in of_all if step > 6]  # of the second and third task
 
 
 @pytest.mark.parametrize(

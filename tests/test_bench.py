@@ -11,7 +11,7 @@ pytest.importorskip("typer", reason="needs the extra examples")
 import torch
 
 from asv_benchmarks.benchmarks import common, peaks, timing
-from asv_benchmarks.reports import optimizers, projection
+from asv_benchmarks.reports import projection
 from asv_benchmarks.reports.candidates import FLOOR, GIVEN, LOOKS, MEAN, READ, candidates
 from asv_benchmarks.reports.quality import grade
 
@@ -101,21 +101,3 @@ def test_the_report_is_written_with_its_figure(impatient, tmp_path, monkeypatch)
     rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith(f"| {GIVEN} |")]
     assert [row[3] for row in rows] == ["1.0", "1.0"]  # over itself
     assert figure.read_bytes().startswith(b"\x89PNG")
-
-
-def test_torchs_optimizers_are_unchanged_if_watched_and_violate_nothing_if_projected(tmp_path, monkeypatch):
-    theirs = [(name, make) for name, make in optimizers.known() if name.startswith("torch ")]
-    monkeypatch.setattr(optimizers, "known", lambda: theirs)
-    monkeypatch.setattr(optimizers, "STEPS", 5)
-    out = tmp_path / "optimizers.md"
-    optimizers.main(out)
-    rows = [line.strip("| ").split(" | ") for line in out.read_text().splitlines() if line[:8] == "| torch "]
-    assert len(rows) > 10
-    for name, same, *numbers in rows:
-        if name == "torch ASGD":
-            assert "cannot be projected" in same
-        else:
-            without, projected, rounding = map(float, numbers)
-            assert same == "yes"
-            assert projected <= 1e-6 + rounding < without
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

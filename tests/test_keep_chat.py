@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.keep_chat import __main__ as program
 from examples.keep_chat import model as chat
-from examples.keep_chat import report
 from examples.keep_chat.texts import Chat
 
 TEMPLATE = (
@@ -141,11 +140,3 @@ def test_padding_changes_no_loss(folder):
         alone, counts = chat.answer_losses(model, chat.collate([one]))
         assert torch.allclose(row[mask], alone[counts], atol=1e-5)
         assert int(counts.sum()) == len(one["labels"][one["labels"] != -100])
-
-
-def test_gates_count_runs():
-    shared = {"adapters": "lora", "rate": 1.0, "form": {"rate": 1.0}, "kind": "promise", "value": 0.05}
-    runs = [shared | {"held_out": value} for value in (0.01, 0.04, 0.052)]
-    lines = report.gates(runs).splitlines()
-    assert "| Promise, tolerance 0.05 | 1 (1) of 3 | 2 (3) of 3 | 3 (3) of 3 |" in lines
-    assert "| Promise, tolerance as the gate | - | 2 (3) of 3 | - |" in lines

@@ -35,17 +35,13 @@ def test_chat_model():
         assert "assistant" in said
 
 
-@pytest.mark.parametrize("kind", ["llama", "bart"])
+@pytest.mark.parametrize("kind", ["llama", "llama with adapters", "bart"])
 def test_other_models(kind):
-    texts = write(*tools(kind))
+    model, words = tools(kind.split()[0])
+    texts = write(adapted(model, target_modules=["q_proj"]) if "adapters" in kind else model, words)
     assert len(texts) == 6
     assert all(("labels" in one) == (kind == "bart") for one in texts)
     assert len({tuple(one["input_ids"]) for one in texts}) == 6
-
-
-def test_adapters():
-    model, words = tools()
-    assert len(write(adapted(model, target_modules=["q_proj"]), words)) == 6
 
 
 def test_nothing_else_moves():
