@@ -118,6 +118,10 @@ def test_agem_is_the_published_formula(xp, rng):
         r = G.mean(0)
         expected = g - min(0.0, g @ r / (r @ r)) * r
         assert_close(xp.project(G, g, method=AGEM()), expected, rtol=1e-12, atol=1e-13)
+        bounded = solve_dual(xp.array(G), xp.array(g), method=AGEM(), penalty=0.01)
+        assert xp.numpy(bounded.multipliers) == pytest.approx(
+            0.01 * (sign < 0)
+        )  # of 0.3, where it is violated
 
 
 def test_osqp_gives_up_at_its_start_not_at_infinity():
