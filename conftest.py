@@ -6,6 +6,7 @@ from importlib.util import find_spec
 collect_ignore_glob = [
     "tests/processes.py",
     "tests/checks_*.py",
+    "examples/cuda_graph.py",
     "examples/fsdp2.py",
 ]
 if not find_spec("torch"):

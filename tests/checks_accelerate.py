@@ -35,10 +35,8 @@ def processes_bring_and_keep_examples_of_their_own():
     dist.broadcast_object_list(folders)
     accelerator.save_state(folders[0])
     accelerator.wait_for_everyone()
-    assert sorted(file.name for file in Path(folders[0]).glob("keeper*")) == [
-        "keeper_rank0.pt",
-        "keeper_rank1.pt",
-    ]
+    files = sorted(file.name for file in Path(folders[0]).glob("keeper*"))
+    assert files == ["keeper_rank0.pt", "keeper_rank1.pt"]
     keeper.forget(0)
     accelerator.load_state(folders[0])
     assert torch.equal(keeper.sets[0].examples[0][:4], past[rank][0])

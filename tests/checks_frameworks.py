@@ -1,6 +1,7 @@
 """What each process checks of DistributedDataParallel in the loops of frameworks."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from accelerate.state import AcceleratorState
 from frameworks import Lightning, Plain, Transformers, batches
 from models import flat
 from processes import alone, check, same_everywhere, share
+from test_examples import gained
 
+from examples import fsdp2
 from gemproj.torch import Promise
 
 LIGHTNING = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
@@ -37,3 +40,8 @@ def replicas_learn_what_one_process_learns():
             assert driver.norms in ([], pytest.approx(plain.norms))
             assert plain.active > 2
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@check(2)
+def a_keeper_keeps_past_tasks_in_shards():
+    assert gained(fsdp2.compare(partial(fsdp2.learn, steps=15), show=False)) > 0.05

@@ -1,13 +1,13 @@
 """What each process checks of rows: they are those of all examples, whatever each process keeps and holds."""
 
 import copy
-import io
 
 import torch
 import torch.distributed as dist
 from checks_training import fsdp
 from models import (
     EACH,
+    SAID,
     cosines,
     flat,
     gradient,
@@ -18,12 +18,13 @@ from models import (
     sgd,
     take,
     task,
+    through_a_file,
     trainable,
     whole,
 )
 from models import perceptron as net
 from models import rows as expected_rows
-from processes import all_reduces, alone, check, same_everywhere, share
+from processes import all_reduces, alone, check, everything, gathered, same_everywhere, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,6 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import gemproj
+from gemproj.torch import Keeper, Promise
 from gemproj.torch.vector import local
 
 
@@ -236,9 +238,7 @@ def a_look_disturbs_nothing():
 def state_comes_back_and_copies_have_no_group():
     model, optimizer, keeper, now = sharded(examples=3, on="both")
     take(model, optimizer, now)
-    stream = io.BytesIO()
-    torch.save(keeper.state_dict(), stream)
-    stream.seek(0)
+    state = through_a_file(keeper.state_dict())
     other = copy.deepcopy(keeper)
     assert {name: len(one) for name, one in other.sets.items()} == {0: 4, 1: 6}
     weights, found = copy.deepcopy(model.state_dict()), []
@@ -246,7 +246,7 @@ def state_comes_back_and_copies_have_no_group():
         if one is None:
             keeper.remove()
             keeper = protect(model, optimizer, examples=3, on="both")
-            keeper.load_state_dict(torch.load(stream, weights_only=True))
+            keeper.load_state_dict(state)
             model.load_state_dict(weights)
         for _ in range(3):
             take(model, optimizer, now)
@@ -279,3 +279,41 @@ def columns_that_processes_have_spread_themselves():
         dist.all_reduce(part)
     x = gemproj.combine(G[:, at], g[at], gemproj.solve_gram(*measured))
     torch.testing.assert_close(x, gemproj.project(G, g)[at], rtol=0, atol=1e-12)
+
+
+@check(2)
+def looks_are_in_the_steps_of_one_process():
+    """Each process has half of the examples of two sets; one alone has all of them."""
+    found = []
+    for spread, part, group in (
+        (DistributedDataParallel, share, None),
+        (lambda model: model, everything, alone()),
+    ):
+        model = spread(net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        keeper = Keeper(model, optimizer, look="auto", process_group=group)
+        for name, tolerance in (("a", 0.02), ("b", 0.2)):
+            keeper.keep([part(task(1, 32))], Promise(SAID, examples=None, tolerance=tolerance), name=name)
+        looks = []
+        for step in range(40):
+            take(model, optimizer, part(rival(task(100 + step, 16))))
+            looks.append([line.looks for line in keeper.report().values()])
+        found.append((looks, flat(model)))
+    (looks, weights), (expected, one) = found
+    assert looks == expected
+    assert looks[-1][1] < looks[-1][0] < 40  # or there would have been nothing to decide
+    torch.testing.assert_close(weights, one, rtol=1e-7, atol=1e-9)
+    same_everywhere(weights)
+
+
+@check(2)
+def held_out_examples_are_those_of_all_processes():
+    """Which keep different numbers of them, and make as many passes."""
+    x, y = share(task(0, 24), [18, 6])
+    _, keeper = kept(DistributedDataParallel(net()), [], EACH, examples=5)
+    keeper.keep([(x, y)], name="old", hold_out=0.5)
+    every = torch.cat(gathered(EACH(net(), keeper.sets["old"].held.examples).detach()))
+    mean, low, high = keeper.report()["old"].held_out
+    assert len(every) == 12
+    assert low <= mean <= high < low + 1e-9  # nothing has moved
+    assert abs(mean - float(every.mean())) < 1e-12

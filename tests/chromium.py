@@ -87,13 +87,10 @@ class Chromium:
             self.errors.append(message["params"])
         return message
 
-    def open(self, address, width=1280, height=900, scheme="light", motion="no-preference", scripts=True):
-        """Open a page in a window of a size, with the preferences of a user, and wait until it is loaded."""
+    def open(self, address, width=1280, height=900, scripts=True):
+        """Open a page in a window of a size, and wait until it is loaded."""
         window = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **window)
-        features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": motion}
-        features = [{"name": name, "value": value} for name, value in features.items()]
-        self.call("Emulation.setEmulatedMedia", features=features)
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         for step in ("about:blank", address):  # an address that differs behind # only would load nothing
             before = self.loaded

@@ -39,16 +39,7 @@ settings.load_profile("default")
 
 
 # What takes longest comes first: a worker that began it last would leave the others without work.
-LONGEST = [
-    "distributed",
-    "agnews_experiment",
-    "pages",
-    "compiled",
-    "compile",
-    "examples",
-    "study_streams",
-    "trl",
-]
+LONGEST = ["distributed", "pages", "compiled", "compile", "triton", "frameworks", "transformers", "trl"]
 
 
 def pytest_configure(config):

@@ -13,6 +13,14 @@ torch = pytest.importorskip("torch")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def draw(*shape, dtype=torch.float64, seed=0):
+    """Draw G and g, of which some rows conflict."""
+    generator = torch.Generator().manual_seed(seed)
+    G = torch.randn(*shape, generator=generator, dtype=torch.float64) - 0.2
+    g = torch.randn(*shape[:-2], shape[-1], generator=generator, dtype=torch.float64) + 0.2
+    return G.to(DEVICE, dtype), g.to(DEVICE, dtype)
+
+
 @contextmanager
 def cpu_as_device():
     """Have the package take tensors on the CPU for those of a device; arrays of NumPy stay on the CPU."""

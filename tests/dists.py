@@ -12,9 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 def source_files():
     """Return the files of the library that git tracks."""
-    done = subprocess.run(
-        ["git", "ls-files", "gemproj"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = ["git", "ls-files", "gemproj"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 

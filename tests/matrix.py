@@ -21,22 +21,12 @@ import lowest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/matrix.md"
-NUMERICAL = [
-    f"tests/test_{name}.py" for name in ("stages", "exact", "bounds", "feasibility", "refine", "certificate")
-]
+NUMERICAL = ["stages", "exact", "bounds", "feasibility", "refine", "certificate"]
+NUMERICAL = [f"tests/test_{name}.py" for name in NUMERICAL]
 KINDS = {(): "all", tuple(NUMERICAL): "numerical"}
 NEEDED = ["array-api-strict", "hypothesis", "pytest", "pytest-xdist"]
-EXTRAS = [
-    "fast",
-    "qp",
-    "torch",
-    "accelerate",
-    "transformers",
-    "lightning",
-    "avalanche",
-    "torchjd",
-    "deepspeed",
-]
+EXTRAS = ["fast", "qp", "torch", "accelerate", "transformers", "lightning", "avalanche", "torchjd"]
+EXTRAS += ["deepspeed"]
 SHOWN = ["numpy", "numba", "torch", "transformers", "accelerate", "lightning", "peft", "deepspeed", "trl"]
 SHOWN += ["avalanche-lib", "torchjd", "osqp", "quadprog"]
 HEAD = """\

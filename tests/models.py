@@ -1,5 +1,6 @@
 """Tiny models, batches and loops that the tests of training share."""
 
+import io
 from dataclasses import fields
 
 import pytest
@@ -151,6 +152,20 @@ def take(model, optimizer, batch):
     optimizer.zero_grad()
     loss(model, batch).backward()
     return gradient(model), moved(model, optimizer.step)
+
+
+def unlearn(model, optimizer, batch, steps):
+    """Train on a task that contradicts the batch."""
+    for _ in range(steps):
+        take(model, optimizer, rival(batch))
+
+
+def through_a_file(state):
+    """Return a state as it comes back from a file."""
+    stored = io.BytesIO()
+    torch.save(state, stored)
+    stored.seek(0)
+    return torch.load(stored, weights_only=True)
 
 
 def rows(model, tasks, loss=loss):

@@ -21,7 +21,8 @@ from gemproj import project
 # Where the checks for so many processes are; they register themselves when these are imported.
 MODULES = {4: ["checks_training"]}
 MODULES[2] = [*MODULES[4], "checks_rows", "checks_errors"]
-NEEDED = {"checks_accelerate": ["accelerate"], "checks_frameworks": ["lightning", "transformers"]}
+NEEDED = {"checks_accelerate": ["accelerate"]}
+NEEDED["checks_frameworks"] = ["lightning", "transformers", "mnist1d"]
 NEEDED["checks_zero"] = ["deepspeed", "accelerate", "transformers"]
 MODULES[2] += [module for module, needed in NEEDED.items() if all(map(importlib.util.find_spec, needed))]
 # What is imported when it is first used, in each process, unless it is there.

@@ -46,10 +46,7 @@ WRONG_VALUES = [
     (lambda: project({"w": G}, {"w": g[:2]}), r"Blocks must have .*g\['w'\] has shape \(2,\)"),
     (lambda: project(G, g, method="gem"), "method 'gem' is unknown; the names are 'exact'"),
     (lambda: project(G, g, margin=-0.5), "margin must be finite and at least 0; found -0.5"),
-    (
-        lambda: project(G, g, margin=np.array([0.0, -1.0, 0.0])),
-        "margin must be finite and at least 0; found -1",
-    ),
+    (lambda: project(G, g, margin=np.array([0.0, -1.0, 0.0])), "margin must be finite and .*; found -1"),
     (lambda: project(G, g, margin=np.ones(2)), r"margin must be a number or have shape \(3,\)"),
     (lambda: project(G, g, margin=np.ones(1)), r"margin must be .* \(3,\), .*found \(1,\)"),
     (lambda: project(G, g, h=np.ones(2)), r"h must be a number or have shape \(3,\), .*found \(2,\)"),

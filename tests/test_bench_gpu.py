@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 from devices import DEVICE, make_device
 
-from asv_benchmarks.reports.gpu import __main__, correctness, device, order, speed, training
+from asv_benchmarks.reports.gpu import correctness, device, order, speed, training
 from asv_benchmarks.reports.gpu import rows as gpu_rows
 from asv_benchmarks.reports.gpu.model import Shape
 from asv_benchmarks.reports.gpu.printing import Checks, Found
@@ -124,27 +124,6 @@ def test_training(gpu, monkeypatch, rows):
         model = training.Classifier(Shape())
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == speed.LORA
     assert sum(p.numel() for p in model.parameters()) == 354_823_168 + speed.LORA
-
-
-def test_a_part_that_hangs_or_fails(monkeypatch, tmp_path, capsys):
-    """Such a part takes nothing from the others."""
-    codes = {
-        "correctness": "print('right')",
-        "speed": "print('begun', flush=True); import time; time.sleep(60)",
-        "training": "import sys; print('wrong'); sys.exit(3)",
-        "rows": "",
-    }
-    assert __main__.main([]) == 1
-    assert "needs an NVIDIA GPU" in capsys.readouterr().err
-    put(monkeypatch, torch.cuda, is_available=lambda: True, get_device_name=lambda: "A GPU")
-    put(monkeypatch, __main__, command=lambda part, seconds: [sys.executable, "-c", codes[part]], LEAST=4.0)
-    out = tmp_path / "report.md"
-    assert __main__.main(["--seconds", "0", "--out", str(out)]) == 1
-    text = out.read_text()
-    assert text == capsys.readouterr().out
-    for ending in ("Correctness: right", "begun", "Speed: killed", "Training: ended with code 3"):
-        assert ending in text
-    assert __main__.main(["--parts", "correctness"]) == 0
 
 
 def test_it_needs_no_more_than_what_machines_with_a_gpu_have(monkeypatch):

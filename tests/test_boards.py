@@ -1,15 +1,10 @@
 """Quadratic programs as projections, and the commands that solve sets of them beside other solvers."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import scipy.io
 import scipy.sparse
 from problems import assert_close, rational_projection
-
-from gemproj import GEM2017, project
 
 qpsolvers = pytest.importorskip("qpsolvers", reason="needs the extra compare")
 pytest.importorskip("mpmath")
@@ -17,7 +12,6 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
 from asv_benchmarks.reports import batched, boards, gradient_cones, maros_meszaros, mpc  # noqa: E402
-from asv_benchmarks.reports.families import FAMILIES  # noqa: E402
 from asv_benchmarks.reports.programs import solve_problem  # noqa: E402
 
 SHAPES = {  # numbers of variables, inequalities and equalities; rank of P
@@ -61,33 +55,11 @@ def test_an_answer_meets_the_conditions_of_a_program(shape, rng):
             assert_close(found.x, x, atol=1e-10)
 
 
-def test_refinement_removes_the_shift_of_a_singular_hessian(rng):
-    """The projection alone solves the program of ``P + shift I``."""
-    for _ in range(5):
-        problem, _ = drawn(rng, *SHAPES["singular P"])
-        once, refined = (solve_problem(problem, eps_abs=eps) for eps in (np.inf, 1e-12))
-        assert once.dual_residual() > 1e-9
-        assert refined.dual_residual() < 1e-11
-
-
-def test_a_program_without_constraints_is_a_linear_system(rng):
-    V, q = rng.standard_normal((7, 5)), rng.standard_normal(5)
-    found = solve_problem(qpsolvers.Problem(V.T @ V, q))
-    assert_close(found.x, -np.linalg.solve(V.T @ V, q), atol=1e-9)
-
-
 def test_contradicting_constraints_have_no_answer():
     problem = qpsolvers.Problem(np.eye(2), np.zeros(2), lb=np.ones(2), ub=np.zeros(2))
     assert not solve_problem(problem).found
     with pytest.raises(np.linalg.LinAlgError):  # not convex
         solve_problem(qpsolvers.Problem(-np.eye(2), np.zeros(2), lb=np.zeros(2)))
-
-
-def test_qpsolvers_takes_the_function(monkeypatch, rng):
-    monkeypatch.setitem(qpsolvers.solvers.solve_function, "gemproj", solve_problem)
-    problem, x = drawn(rng, *SHAPES["plain"])
-    found = qpsolvers.solve_problem(problem, solver="gemproj", eps_abs=1e-9)
-    assert_close(found.x, x, atol=1e-6)
 
 
 def test_the_set_of_control_is_read_solved_and_judged(tmp_path, rng):
@@ -139,45 +111,6 @@ def test_cones_are_written_with_the_right_answers(tmp_path):
         assert_close(x, right, atol=1e-15)
 
 
-def test_cones_are_solved_and_compared_with_the_right_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(gradient_cones, "FAMILIES", {"random": FAMILIES["random"]})
-    given = [str(tmp_path), "--largest", "3", "--out", str(tmp_path / "out.md")]
-    found = CliRunner().invoke(typed(gradient_cones.main), given)
-    assert found.exit_code == 0, found.output
-    head, _, cells = (
-        line.split("|") for line in (tmp_path / "out.md").read_text().splitlines() if "|" in line
-    )
-    assert float(cells[head.index(" error of x ")].replace("\u2011", "-")) < 1e-14
-
-
-def test_a_solver_without_an_answer_counts_as_the_limit():
-    def fails(problem):
-        raise ValueError
-
-    problem = qpsolvers.Problem(np.eye(2), np.array([-1.0, 2.0]), lb=np.zeros(2))
-    right = np.array([1.0, 0.0])
-    good = [boards.score(solve_problem, problem, x) for x in (right, right + 1.0)]
-    assert all(score.solved for score in good)
-    assert [score.error for score in good] == pytest.approx([0.0, np.sqrt(2.0)], abs=1e-12)
-    bad = boards.score(fails, problem, right)
-    assert not bad.found
-    assert not bad.solved
-    cells = boards.row("name", [bad, bad], 3)
-    assert cells[1:3] == ["0 of 2", "0 of 2"]
-    assert float(cells[6]) == pytest.approx(boards.LIMIT)
-
-
-def test_residuals_in_80_bits_see_below_the_rounding_of_float64():
-    """The gap of x'x - x'x, whose terms are 1e16 and differ by 1."""
-    if np.finfo(np.longdouble).eps == np.finfo(float).eps:
-        pytest.skip("long doubles have 64 bits")
-    x = np.array([1e8, 1.0])
-    problem = qpsolvers.Problem(np.eye(2), np.array([-1e8, 0.0]))
-    solution = qpsolvers.Solution(problem, found=True, x=x)
-    assert boards.residuals(solution)[2] == 0.0
-    assert boards.residuals(boards.in_80_bits(solution))[2] == 1.0
-
-
 @pytest.mark.parametrize("name", ["gemproj", *batched.LOOPS, *batched.VMAPS])
 def test_batches_are_solved_and_wrong_answers_are_seen(name):
     if name != "gemproj":
@@ -187,67 +120,6 @@ def test_batches_are_solved_and_wrong_answers_are_seen(name):
     lam = {"gemproj": batched.ours, **makers}[name](K, b)
     assert batched.residual(K, b, lam) < 1e-6
     assert batched.residual(K, b, 1.01 * lam + 0.01) > 1e-3
-
-
-GEM = """
-import torch
-
-def project2cone2(gradient, memories, margin=0.5, eps=1e-3):
-    gradient.zero_()
-"""
-SCRIPT = """
-import argparse, torch
-from model import gem
-
-parser = argparse.ArgumentParser()
-for name in ("model", "data_path", "data_file", "save_path", "cuda"):
-    parser.add_argument("--" + name)
-for name in ("n_layers", "n_hiddens", "batch_size", "lr", "n_memories", "memory_strength", "seed"):
-    parser.add_argument("--" + name, type=float)
-args = parser.parse_args()
-trained, tested = torch.load(args.data_path + "/" + args.data_file)
-assert trained[1][1].shape == (1200, 64) and tested[1][2].shape == (597,)
-gradient = torch.tensor([[-1.0, 2.0], [2.0, 5.0]])
-gem.project2cone2(gradient[:, 0].unsqueeze(1), torch.tensor([[1.0, 1.0], [0.0, 0.5]]), args.memory_strength)
-stats = [gradient[0, 0], gradient[1, 0], 0.0]
-"""
-
-
-def test_the_script_of_gem_runs_with_each_projection(tmp_path, monkeypatch):
-    """Only their projection is replaced, and only while a script runs."""
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
-    from asv_benchmarks.reports import gem_script
-
-    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "gem.py").write_text(GEM)
-    (tmp_path / "main.py").write_text(SCRIPT)
-    out = str(tmp_path / "out.md")
-    found = CliRunner().invoke(
-        typed(gem_script.main), [str(tmp_path), "--tasks", "2", "--seeds", "1", "--out", out]
-    )
-    assert found.exit_code == 0, found.output
-    cells = [line.split(" | ") for line in Path(out).read_text().splitlines() if line.startswith("| ")][2:]
-    first, ridge, exact = ([float(c.replace("\u2011", "-")) for c in row[1:3]] for row in cells)
-    assert first == [0.0, 0.0]  # of the file above
-    G, g = np.array([[1.0, 0.0], [1.0, 0.5]]), np.array([-1.0, 2.0])
-    assert_close(exact, project(G, g, margin=0.5), atol=1e-4)  # as printed
-    assert_close(ridge, project(G, g, method=GEM2017(0.5)), atol=1e-4)
-    assert sys.modules.pop("model.gem").project2cone2.__module__ == "model.gem"
-    sys.modules.pop("model")
-
-
-def test_the_plugin_of_avalanche_and_ours_learn():
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
-    import frameworks
-
-    frameworks.import_avalanche()
-    from asv_benchmarks.reports import avalanche_plugin
-
-    accuracy = {k: avalanche_plugin.learn(make(), 2, 0)[0] for k, make in avalanche_plugin.plugins().items()}
-    assert min(accuracy.values()) > 0.8
 
 
 def typed(main):

@@ -58,9 +58,8 @@ def dependent(draw_from):
         G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
     else:
         rank = draw_from(st.integers(1, 3))
-        G = rng.integers(-1, 2, (t, rank)) @ rng.standard_normal((rank, d)).round(
-            draw_from(st.integers(0, 4))
-        )
+        digits = draw_from(st.integers(0, 4))
+        G = rng.integers(-1, 2, (t, rank)) @ rng.standard_normal((rank, d)).round(digits)
         g = rng.standard_normal(d) if draw_from(st.booleans()) else -rng.random(t) @ G
     return G + tilt * rng.standard_normal((t, d)), g
 

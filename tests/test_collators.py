@@ -8,7 +8,6 @@ datasets = pytest.importorskip("datasets")
 
 import models  # noqa: E402
 from models import begin, language_model  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
 
 from gemproj.torch import Promise  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
@@ -18,11 +17,9 @@ TOKENIZER = models.tokenizer("abcdefghijk")
 FLAT = transformers.DataCollatorWithFlattening()
 
 
-def examples(**more):
+def examples():
     """Return a data set of tokenized texts, as ``datasets.map`` makes it."""
-    rows = [dict(TOKENIZER(text, return_token_type_ids=False)) for text in TEXTS]
-    rows = [row | {name: function(row["input_ids"]) for name, function in more.items()} for row in rows]
-    return datasets.Dataset.from_list(rows)
+    return datasets.Dataset.from_list([dict(TOKENIZER(text, return_token_type_ids=False)) for text in TEXTS])
 
 
 def keep(data, promise, **options):
@@ -43,28 +40,6 @@ def language(side="right"):
 
 def logits(model, batch):
     return model(batch["input_ids"], batch["attention_mask"]).logits
-
-
-@pytest.mark.parametrize(
-    ("collator", "more"),
-    [
-        (transformers.DataCollatorWithPadding(TOKENIZER), {"labels": len}),
-        (language(), {}),
-        (transformers.DataCollatorForSeq2Seq(TOKENIZER), {"labels": lambda ids: ids[1:]}),
-    ],
-    ids=["padding", "language", "sequences"],
-)
-@pytest.mark.parametrize("kind", ["loader", "data set", "iterable"])
-def test_examples_are_padded_to_the_longest_of_those_drawn(collator, more, kind):
-    rows, collate = examples(**more), None if kind == "loader" else collator
-    if kind != "data set":
-        rows = DataLoader(rows, 2, collate_fn=collator) if kind == "loader" else rows.to_iterable_dataset()
-    kept = keep(rows, lambda model, batch: logits(model, batch).mean((1, 2)), collate=collate)
-    for at in (range(5), [0, 3], [1, 2]):
-        batch = kept.fetch(list(at), None)[0]
-        assert kept_texts(batch) == [TEXTS[k] for k in at]
-        assert batch["input_ids"].shape[1] == max(len(TEXTS[k].split()) for k in at)
-        assert "labels" in batch
 
 
 @pytest.mark.parametrize("limit", [None, 2])

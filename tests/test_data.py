@@ -326,9 +326,7 @@ def test_a_stream_without_an_end_ends_with_a_limit_and_says_so(stream, monkeypat
     kept = keep(stream(), mean_loss, perceptron(), limit=7)
     assert len(kept) == 7
     monkeypatch.setattr(reading, "_PATIENCE", -1.0)
-    with pytest.warns(
-        UserWarning, match=r"no length, and 12 examples were read so far. This ends after 70 of them"
-    ):
+    with pytest.warns(UserWarning, match=r"12 examples were read so far. This ends after 70 of them"):
         keep(stream(), mean_loss, perceptron(), limit=7)
     monkeypatch.setattr(reading, "_MOST_BATCHES", 3)
     with (
@@ -379,9 +377,8 @@ def test_divergences_are_those_of_each_example_alone(kit, collate, top):
         batch = kit.right([one])
         wanted.append(loss(kit.now, batch, loss.outputs(kit.before, batch)).detach())
     expected, lengths = torch.cat(wanted), [len(one["input_ids"]) for one in kit.rows]
-    kept = keep(
-        kit.rows, Promise(loss, tolerance=0.1), kit.before, collate=getattr(kit, collate), microbatch=4
-    )
+    promise, collate_fn = Promise(loss, tolerance=0.1), getattr(kit, collate)
+    kept = keep(kit.rows, promise, kit.before, collate=collate_fn, microbatch=4)
     assert isinstance(kept.outputs, PerExample)
     assert [len(tree_leaves(one)[0]) for one in kept.outputs] == lengths
     torch.testing.assert_close(kept.losses, torch.zeros(len(lengths), dtype=torch.float64))

@@ -107,15 +107,8 @@ def test_same_input_same_bits_whatever_the_batch(xp, t, d, dtype, rng):
         np.testing.assert_array_equal(xp.numpy(project(G[i, ...], g[i, ...])), x[i])
 
 
-def test_rows_whose_squares_lose_digits_count_as_zero(host):
-    """These are rows with a norm below 1e-140."""
-    small = 1e-145 * np.eye(2)
-    np.testing.assert_array_equal(host.project(small, -np.ones(2)), -np.ones(2))
-    np.testing.assert_array_equal(host.project(np.stack([small, np.eye(2)]), -np.ones(2)), [[-1, -1], [0, 0]])
-
-
 SIZES = [(2, 1000, ()), (9, 30_000, ()), (4, 140_000, ()), (12, 500_000, ())]
-SHARED = [(3, 1000, (7,)), (9, 3000, (7, 13)), (10, 140_000, (6,)), (100, 300, (70,))]
+SHARED = [(3, 1000, (7,)), (9, 3000, (7, 13)), (10, 140_000, (6,)), (30, 300, (70,))]
 
 
 @pytest.mark.parametrize("host", ["numpy", "torch"], indirect=True)

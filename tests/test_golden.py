@@ -15,8 +15,6 @@ def test_draws():
 
 @pytest.mark.parametrize("kind", golden.PROBLEMS)
 def test_problems(kind):
-    if "torch" in kind or kind == "bfloat16":
-        pytest.importorskip("torch")
     seeds, counts, values = (PROBLEMS[f"{kind}/{name}"] for name in ("seeds", "counts", "values"))
     missed = []
     for seed, frozen in zip(seeds, np.split(values, np.cumsum(counts)[:-1]), strict=True):

@@ -48,17 +48,6 @@ def test_gem(problem, margin, norm):
         close(project(memories.t(), g, margin=margin), gem(g, memories, margin, eps=1e-9), 1e-5)
 
 
-def test_recipes_fail_with_dependent_rows():
-    """At large norms that of GEM, and orthogonalisation without its eps."""
-    G, g = torch.eye(2, 3, dtype=torch.float64)[[0, 0]], -torch.ones(3, dtype=torch.float64)
-    with pytest.raises(ValueError, match="not positive definite"):
-        gem(g, 2.0**27 * G.t())  # next to 2^54, eps is nothing
-    with pytest.raises(RuntimeError, match="singular"):
-        orthogonalise(g, G, eps=0.0)
-    for rows, options in ((2.0**27 * G, {}), (G, {"equality": True})):
-        close(project(rows, g, **options), torch.tensor([0.0, -1.0, -1.0], dtype=torch.float64))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("seed", range(6))
 def test_agem_pcgrad_and_orthogonalise(seed, dtype):
@@ -71,7 +60,7 @@ def test_agem_pcgrad_and_orthogonalise(seed, dtype):
         close(project(G[:t], G[8], equality=True), orthogonalise(G[8], G[:t], eps=0.0), accuracy)
 
 
-@pytest.mark.parametrize("seed", range(0, 60, 10))
+@pytest.mark.parametrize("seed", range(0, 30, 10))
 def test_per_tensor(seed):
     grads, refs = per_parameter(seed), per_parameter(seed + 5)
     by_hand = per_tensor(grads, refs)

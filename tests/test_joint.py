@@ -27,9 +27,8 @@ def sets_of(draw, t=3, n=4, collate=None):
     examples = [draw(n) for _ in range(t)]
     if collate is None:
         examples = [{"x": x, "y": torch.randint(3, (n,))} for x in examples]
-    return [
-        KeptSet(k, Promise(), x, collate, None, torch.arange(n) + float(k)) for k, x in enumerate(examples)
-    ]
+    made = enumerate(examples)
+    return [KeptSet(k, Promise(), x, collate, None, torch.arange(n) + float(k)) for k, x in made]
 
 
 def vectors(*shape, dtype=torch.float64):
@@ -221,11 +220,7 @@ BY_VMAP = {
     "a parameter of its own": (lambda: Around(lambda inner, x: inner(x)), lambda: vectors(6), EACH),
     "parts of a model": (lambda: Around(lambda inner, x: inner(x)), lambda: vectors(6), of_parts),
     "outside": (lambda: Around(lambda inner, x: F.linear(x, inner.weight)), lambda: vectors(6), EACH),
-    "another dimension": (
-        lambda: Around(lambda inner, x: inner(x.mT).mT.mean(2)),
-        lambda: vectors(6, 3),
-        EACH,
-    ),
+    "another dimension": (lambda: Around(lambda f, x: f(x.mT).mT.mean(2)), lambda: vectors(6, 3), EACH),
     "a mean": (mlp, lambda: vectors(6), loss),
     "examples that depend on each other": (mlp, lambda: vectors(6), contrastive),
 }
@@ -331,14 +326,3 @@ def test_errors_of_a_loss_are_raised_and_those_of_a_shared_pass_are_replaced(whe
     most[0] = 4  # of a single row
     assert joint(sets) == 3
     assert torch.equal(joint.rows.G, alone.rows.G)
-
-
-def test_longer_examples_share_smaller_passes(monkeypatch):
-    monkeypatch.setattr("gemproj.torch.joint._CPU_PASS", 2**18)
-    model, long, short = gpt2(), texts(least=11, most=12, t=6), texts(least=2, most=3, t=6)
-    for kept in long:
-        kept.promise = short[0].promise
-    alone, joint = Passes(model, CAUSAL, shared=False), Passes(model, CAUSAL)
-    joint(short)
-    assert joint(short) < joint(long) <= alone(long)
-    torch.testing.assert_close(joint.rows.G, alone.rows.G)

@@ -1,7 +1,6 @@
 """Sets that are kept: what `keep` looks at and stores, what an error leaves, reports, states, and watching."""
 
 import copy
-import io
 import itertools
 import linecache
 import warnings
@@ -11,7 +10,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, begin, flat, logits, loss, perceptron, rival, sgd, take, task  # noqa: E402
+from models import (  # noqa: E402
+    EACH,
+    SAID,
+    begin,
+    flat,
+    logits,
+    loss,
+    perceptron,
+    rival,
+    sgd,
+    take,
+    task,
+    through_a_file,
+    unlearn,
+)
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset  # noqa: E402
@@ -24,11 +37,6 @@ def held(keeper):
     """Return everything that a keeper holds, its random state included."""
     found = [x.tolist() if torch.is_tensor(x) else x for x in tree_leaves(keeper.state_dict())]
     return list(map(str, found))  # where NaN is equal to itself
-
-
-def unlearn(model, optimizer, batch, steps):
-    for _ in range(steps):
-        take(model, optimizer, rival(batch))
 
 
 # --- what is stored of examples -----------------------------------------------------------------
@@ -71,9 +79,11 @@ def test_a_loss_alone_takes_the_other_options_and_a_known_set_its_promise():
     assert list(keeper.sets) == ["b", 2, 3, 4]
     with pytest.raises(KeyError, match=r"no set is named 'a'; found \['b', 2, 3, 4\]"):
         keeper.forget("a")
-    with pytest.raises(ValueError, match=r"promise about 'b' must have the loss"):
+    with pytest.raises(ValueError, match=r"promise about 'b' must have the loss .* forget\('b'\)"):
         keeper.keep([task(0)], EACH, name="b")
     assert keeper.sets["b"].promise is own
+    keeper.keep([task(0)], Promise(Distillation(logits), tolerance=0.1), name="b")  # a loss of the same kind
+    assert len(keeper.sets["b"]) == 36
 
 
 class Labelled(torch.nn.Module):
@@ -98,9 +108,7 @@ def test_examples_without_a_label_are_left_out_and_counted(promised, options):
     y[1::2] = -100
     batch = {"x": x, "labels": y}
     model, optimizer, keeper = begin(promised, model=Labelled(), **options)
-    with pytest.warns(
-        UserWarning, match="6 of 12 examples of 'a' have no label and are left out: number 1, 3, 5,"
-    ):
+    with pytest.warns(UserWarning, match="6 of 12 examples of 'a' have no label .*: number 1, 3, 5,"):
         keeper.keep([batch], name="a")
     assert torch.equal(keeper.sets["a"].examples["x"], x[::2])
     plain = model(x[::2], y[::2]).loss
@@ -118,9 +126,8 @@ def test_examples_without_a_label_are_left_out_and_counted(promised, options):
     ("options", "sizes"),
     [({}, [12]), ({"examples": 5}, [5, 5, 2]), ({"examples": 9, "microbatch": 4}, [4, 4, 4])],
 )
-def test_every_example_is_looked_at_and_no_trace_is_left(options, sizes):
-    seen, plain = [], perceptron()
-    model = torch.nn.Sequential(plain[0], torch.nn.BatchNorm1d(8).double(), torch.nn.Dropout(0.5), plain[2])
+def test_every_example_is_looked_at_in_evaluation_mode(options, sizes):
+    seen, model = [], perceptron()
 
     def watched(model, batch):
         seen.append((len(batch[0]), model.training))
@@ -128,15 +135,12 @@ def test_every_example_is_looked_at_and_no_trace_is_left(options, sizes):
         return loss(model, batch)
 
     _, _, keeper = begin(watched, model=model, **options)
-    loss(model, task(9)).backward()
-    gradients, before = [p.grad for p in model.parameters()], [*map(torch.clone, model.state_dict().values())]
     random = torch.get_rng_state()
     keeper.keep([task(0)])
     assert seen == [(size, False) for size in sizes]
     assert torch.equal(random, torch.get_rng_state())
-    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
-    assert all(map(torch.equal, before, model.state_dict().values()))
     assert model.training
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_examples_may_be_kept_in_inference_mode():
@@ -272,9 +276,8 @@ def test_stored_losses_that_depend_on_the_batch_are_told():
 
 
 def test_a_run_that_keeps_nothing_and_moving_statistics_are_told():
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
-    ).double()
+    layers = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+    model = torch.nn.Sequential(*layers).double()
     optimizer = sgd(model.parameters())
     keeper = Keeper(model, optimizer)
     with pytest.warns(UserWarning, match=r"0 sets kept: this run protects nothing. Call keep"):
@@ -393,19 +396,6 @@ def test_a_name_with_another_promise_or_other_examples_begins_a_line(forgotten):
     assert forgotten or now.bound == pytest.approx(now.stored + 0.01)
 
 
-def test_another_loss_for_a_known_name_is_refused():
-    _, _, keeper = begin(EACH)
-    keeper.keep([task(1)], name="a")
-    stored = keeper.sets["a"].losses.clone()
-    with pytest.raises(ValueError, match=r"promise about 'a' must have the loss .* forget\('a'\)"):
-        keeper.keep([task(2)], Promise(SAID), name="a")
-    assert torch.equal(keeper.sets["a"].losses, stored)
-    keeper.forget("a")
-    keeper.keep([task(2)], Promise(SAID), name="a")
-    keeper.keep([task(3)], Promise(Distillation(logits), tolerance=0.1), name="a")
-    assert len(keeper.sets["a"]) == 24
-
-
 # --- only watching --------------------------------------------------------------------------------
 
 CONTRADICTING = [Promise(EACH, equal=True), Promise(EACH, tolerance=0.0)]
@@ -502,31 +492,6 @@ def test_what_only_watches_gives_no_parameter_a_gradient(on):
 # --- states -----------------------------------------------------------------------------------------
 
 
-def through_a_file(keeper):
-    stored = io.BytesIO()
-    torch.save(keeper.state_dict(), stored)
-    stored.seek(0)
-    return torch.load(stored, weights_only=True)
-
-
-def test_a_state_has_sets_history_and_draws():
-    promise = Promise(SAID, tolerance=0.02, examples=5)
-    model, optimizer, keeper = begin(promise)
-    keeper.keep([task(1)], name="a")
-    keeper.keep([task(2)], name=("b", 3), limit=7)
-    unlearn(model, optimizer, task(1), 3)
-    state = through_a_file(keeper)
-    other = begin(promise, model=copy.deepcopy(model))[2]
-    other.load_state_dict(state)  # sets with the default promise need no keep
-    assert held(other) == held(keeper)
-    assert {name: len(one) for name, one in other.sets.items()} == {"a": 12, ("b", 3): 7}
-    assert (str(other.report()), other.report()["a"].steps) == (str(keeper.report()), 3)
-    for _ in range(4):
-        for name in keeper.sets:
-            one, two = (k.sets[name].draw(k._random) for k in (keeper, other))
-            assert one == two
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -563,6 +528,6 @@ def test_what_a_state_lacks_is_said():
     again.keep([task(5)], EACH, name="own")  # its promise, which a state has not
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again.load_state_dict(through_a_file(more))
+        again.load_state_dict(through_a_file(more.state_dict()))
     assert again.sets["own"].promise.loss is EACH
     assert torch.equal(again.sets["own"].examples[0], task(1)[0])

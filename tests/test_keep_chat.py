@@ -9,8 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.keep_chat import __main__ as program
 from examples.keep_chat import model as chat
-from examples.keep_chat import report
-from examples.keep_chat.run import drawn
 from examples.keep_chat.texts import Chat
 
 TEMPLATE = (
@@ -30,11 +28,8 @@ def folder(tmp_path_factory):
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 256}
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **shape, num_attention_heads=2, num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id
-        )
-    )
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": tokenizer.eos_token_id}
+    model = LlamaForCausalLM(LlamaConfig(**shape))
     where = tmp_path_factory.mktemp("model")
     model.save_pretrained(where)
     tokenizer.save_pretrained(where)
@@ -100,9 +95,8 @@ def test_other_methods_and_abilities(finished, tmp_path):
     more = ["--abilities", str(tmp_path / "abilities.jsonl"), "--out", str(tmp_path), "--skills", "news"]
     assert program.main([*options, "--jobs", "1", *more, "--methods", OTHERS]) == 0
     found = records(tmp_path).values()
-    assert {one["kind"] for one in found} == {
-        word.partition(":")[0].partition("@")[0] for word in OTHERS.split()
-    }
+    kinds = {word.partition(":")[0].partition("@")[0] for word in OTHERS.split()}
+    assert {one["kind"] for one in found} == kinds
     assert {one["rate"] for one in found} == {1e-3, 5e-4}
     assert all(one["abilities"]["sums"] in (0.0, 1.0) for one in found)
 
@@ -139,34 +133,10 @@ def test_upper_layers_say_what_the_whole_model_says(folder):
 def test_padding_changes_no_loss(folder):
     model, tokenizer = chat.load(str(folder), "cpu")
     writer = Chat(tokenizer, 64)
-    short, long = (
-        writer.answered(writer.prompt("a?"), "yes#"),
-        writer.answered(writer.prompt("a bc?"), "no, b#"),
-    )
+    answers = (("a?", "yes#"), ("a bc?", "no, b#"))
+    short, long = (writer.answered(writer.prompt(asked), said) for asked, said in answers)
     both, has = chat.answer_losses(model, chat.collate([short, long]))
     for row, mask, one in zip(both, has, (short, long), strict=True):
         alone, counts = chat.answer_losses(model, chat.collate([one]))
         assert torch.allclose(row[mask], alone[counts], atol=1e-5)
         assert int(counts.sum()) == len(one["labels"][one["labels"] != -100])
-
-
-def test_a_conversation_is_parted(folder):
-    writer = Chat(chat.load(str(folder), "cpu")[1], 64)
-    prompt = writer.prompt("who?")
-    assert writer.parted(writer.tokens(prompt + "me#")) == (prompt, "me")
-    assert writer.parted(writer.tokens(prompt)) is None
-
-
-def test_nothing_is_drawn_again_before_all_are_drawn():
-    order = drawn(7, 3, 0)
-    numbers = [i for _ in range(7) for i in next(order)]
-    assert sorted(numbers[:7]) == sorted(numbers[7:14]) == sorted(numbers[14:]) == list(range(7))
-    assert [next(drawn(4, 2, 0, shuffled=False)) for _ in range(1)] == [[0, 1]]
-
-
-def test_gates_count_runs():
-    shared = {"adapters": "lora", "rate": 1.0, "form": {"rate": 1.0}, "kind": "promise", "value": 0.05}
-    runs = [shared | {"held_out": value} for value in (0.01, 0.04, 0.052)]
-    lines = report.gates(runs).splitlines()
-    assert "| Promise, tolerance 0.05 | 1 (1) of 3 | 2 (3) of 3 | 3 (3) of 3 |" in lines
-    assert "| Promise, tolerance as the gate | - | 2 (3) of 3 | - |" in lines

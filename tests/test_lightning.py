@@ -68,26 +68,13 @@ def test_the_trainer_is_of_the_same_package(tmp_path):
         Lightning(tmp_path).keeper.setup(trainer, None, "fit")
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_gradient_is_projected_before_lightning_clips_it(fused, tmp_path):
-    """A fused optimizer in float16 divides by the loss scale in its step, so Lightning cannot clip its gradient."""
-    changes = {"precision": "fp16"} if fused else {}
-    driver, clipped = Lightning(tmp_path, Promise(weight=1e6), **changes), []
-    driver.keep(batches(0, dtype=next(driver.model.parameters()).dtype)[:1])
-    if fused:
-        driver.module.configure_optimizers = lambda: torch.optim.AdamW(driver.model.parameters(), fused=True)
-    else:
-        plain = driver.module.configure_gradient_clipping
-
-        def clip(optimizer, *args, **options):
-            clipped.append(float(next(driver.model.parameters()).grad.norm()))
-            plain(optimizer, *args, **options)
-
-        driver.module.configure_gradient_clipping = clip
-    data = batches(1, dtype=next(driver.model.parameters()).dtype)
-    driver.train(data, **({"gradient_clip_val": None} if fused else {}))
+def test_a_fused_optimizer_in_float16_is_projected(tmp_path):
+    """It would divide by the loss scale in its step, so Lightning cannot clip its gradient."""
+    driver = Lightning(tmp_path, Promise(weight=1e6), precision="fp16")
+    driver.keep(batches(0, dtype=torch.float32)[:1])
+    driver.module.configure_optimizers = lambda: torch.optim.AdamW(driver.model.parameters(), fused=True)
+    driver.train(batches(1, dtype=torch.float32), gradient_clip_val=None)
     assert driver.keeper._steps == []
-    assert fused or min(clipped) > 1e4  # with the replayed row
     assert driver.keeper.report()[0].steps == 3
 
 

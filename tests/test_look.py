@@ -1,16 +1,11 @@
 """When rows are computed: a step of ``look="auto"`` needs none while no loss is forecast to pass its bound."""
 
-import os
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
-from models import EACH, SAID, flat, loss, perceptron, rival, task  # noqa: E402
+from models import EACH, SAID, flat, loss, perceptron, rival, task, through_a_file  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from gemproj.torch import Keeper, Promise  # noqa: E402
 
@@ -120,13 +115,6 @@ def test_promises_without_a_tolerance_or_with_a_weight_look_in_every_step():
     training.run(40)
     assert training.looks("never up") == training.looks("replayed") == list(range(40))
     assert len(training.looks("far")) < 20
-
-
-def test_without_any_tolerance_training_is_that_with_a_look_in_every_step():
-    every, auto = (
-        Training(look, sets={0: Promise(EACH), 1: Promise(EACH, weight=0.1)}) for look in (1, "auto")
-    )
-    assert torch.equal(every.run(30), auto.run(30))
 
 
 def test_sets_look_one_by_one():
@@ -253,7 +241,7 @@ def test_a_training_that_resumes_takes_the_steps_of_the_one_that_saved(stop):
     whole, part = Training(sets=sets), Training(sets=sets)
     whole.run(stop)
     state = whole.keeper.state_dict(), whole.model.state_dict(), whole.optimizer.state_dict()
-    keeper, model, optimizer = torch.load(_saved(state), weights_only=True)
+    keeper, model, optimizer = through_a_file(state)
     after = whole.run(40)
     part.model.load_state_dict(model)
     part.optimizer.load_state_dict(optimizer)
@@ -263,54 +251,6 @@ def test_a_training_that_resumes_takes_the_steps_of_the_one_that_saved(stop):
     for name in sets:
         assert part.looks(name) == [step for step in whole.looks(name) if step >= stop]
         assert len(part.looks(name)) < 40
-
-
-def _saved(state):
-    import io
-
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
-
-
-def _two(rank, world, folder):
-    """Train on one of two processes, each with half of the examples, and alone with all of them."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    part = slice(rank, None, world)
-    group = dist.new_subgroups(1)[0]
-    found = []
-    for mine, options in ((part, {}), (slice(None), {"process_group": group})):
-        model = perceptron()
-        whole = DistributedDataParallel(model) if mine is part else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        keeper = Keeper(whole, optimizer, look="auto", **options)
-        for name, tolerance in (("a", 0.02), ("b", 0.2)):
-            promise = Promise(SAID, examples=None, tolerance=tolerance)
-            keeper.keep([tuple(leaf[mine] for leaf in task(1, 32))], promise, name=name)
-        looks = []
-        for step in range(40):
-            optimizer.zero_grad()
-            loss(whole, tuple(leaf[mine] for leaf in rival(task(100 + step, 16)))).backward()
-            optimizer.step()
-            lines = keeper.history.lines
-            keeper.history.count()
-            looks.append([lines[name].looks for name in ("a", "b")])
-        found.append((looks, flat(model)))
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_processes_look_in_the_steps_of_one_with_all_examples(tmp_path):
-    mp.spawn(_two, (2, str(tmp_path)), nprocs=2)
-    both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    (looks, weights), (expected, alone) = both[0]
-    assert looks == both[1][0][0] == expected
-    assert looks[-1][1] < looks[-1][0] < 40  # or there would have been nothing to decide
-    assert torch.equal(weights, both[1][0][1])
-    torch.testing.assert_close(weights, alone, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["Accelerate", "Transformers", "Lightning"])
@@ -334,12 +274,3 @@ def test_a_framework_looks_in_the_steps_of_a_plain_loop(name, tmp_path):
 
 
 EACH_OF_MAPPING = type(EACH)(lambda model, batch: model(batch["x"]), labels="y")
-
-# --- what is refused -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("look", ["sometimes", 0, -1, 1.5, None])
-def test_what_look_may_be(look):
-    model = perceptron()
-    with pytest.raises((ValueError, TypeError), match=r"^look must be"):
-        Keeper(model, torch.optim.SGD(model.parameters(), lr=0.1), look=look)

@@ -1,7 +1,6 @@
 """A kept set: copies of its examples, draws of them, and what survives a file."""
 
 import dataclasses
-import io
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from models import begin, perceptron  # noqa: E402
+from models import begin, perceptron, through_a_file  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -95,10 +94,8 @@ def test_no_view_holds_a_data_set_and_no_draw_changes_what_is_kept(loaded):
         for one in some:
             seen.append(one["x"].untyped_storage().nbytes())
             one["x"] += 7.0
-        return {
-            "x": torch.stack([one["x"] for one in some]),
-            "a": torch.stack([one.pop("a") for one in some]),
-        }
+        xs, ys = [one["x"] for one in some], [one.pop("a") for one in some]
+        return {"x": torch.stack(xs), "a": torch.stack(ys)}
 
     big, table = torch.zeros(1000, 4), np.zeros((1000, 4), np.float32)
     data = [{"x": big[k], "a": table[k]} for k in range(20)]
@@ -130,13 +127,6 @@ def test_batches_are_copies_without_what_a_view_does_not_show():
 # --- through a file ---------------------------------------------------------------------------------
 
 
-def load(state):
-    stored = io.BytesIO()
-    torch.save(state, stored)
-    stored.seek(0)
-    return torch.load(stored, weights_only=True)
-
-
 def test_any_example_survives_a_file():
     examples = [
         {
@@ -150,7 +140,7 @@ def test_any_example_survives_a_file():
     ]
     keeper, other = keep(examples, list), keep(examples[:1], list)
     state = keeper.state_dict()
-    other.load_state_dict(load(state))
+    other.load_state_dict(through_a_file(state))
     found, expected = other.sets["a"].fetch([0, 5, 3], None)[0], [examples[k] for k in (0, 5, 3)]
     for one, two in zip(found, expected, strict=True):
         pairs = zip(*map(tree_leaves, (one, two)), strict=True)
@@ -172,7 +162,7 @@ def test_any_nesting_of_a_batch_and_any_name_survive():
     for name in names:
         keeper = keep([batch], keeper=keeper, name=name)
     other = begin(keeper.promise)[2]
-    other.load_state_dict(load(keeper.state_dict()))
+    other.load_state_dict(through_a_file(keeper.state_dict()))
     assert [(name, type(name)) for name in other.sets] == [(name, type(name)) for name in names]
     for kept in other.sets.values():
         torch.testing.assert_close(kept.examples, keeper.sets[3].examples, rtol=0, atol=0)

@@ -48,9 +48,7 @@ def hooks(optimizer):
 def test_a_second_keeper_waits_for_the_first_one_to_go():
     """Also if nothing refers to it any more: in a notebook, a cell that is run twice."""
     model, optimizer, _ = begin()
-    with pytest.raises(
-        ValueError, match=r"attached to this optimizer already.*gemproj.torch.detach\(optimizer\)"
-    ):
+    with pytest.raises(ValueError, match=r"attached to this optimizer .*gemproj.torch.detach\(optimizer\)"):
         protect(model, optimizer)
     detach(optimizer)
     assert not hooks(optimizer)
@@ -144,9 +142,8 @@ def test_the_parts_of_a_step_keep_a_tolerance_together(look):
 
 def test_a_weight_is_added_once_in_each_part():
     model = perceptron()
-    keep_two(
-        keeper := protect(model, both := [sgd(model[0].parameters()), sgd(model[2].parameters())], weight=0.5)
-    )
+    both = [sgd(model[0].parameters()), sgd(model[2].parameters())]
+    keep_two(keeper := protect(model, both, weight=0.5))
     G = rows(model, [task(0), task(1)])
     forgets(model)
     before, g, split = flat(model), gradient(model), flat(model[0]).numel()

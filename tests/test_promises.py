@@ -1,7 +1,6 @@
 """Promises of a training loop against plain forms of their formulas: steps, bounds and resumed runs."""
 
 import copy
-import io
 import itertools
 from functools import cache, partial
 
@@ -27,6 +26,8 @@ from models import (  # noqa: E402
     sgd,
     take,
     task,
+    through_a_file,
+    unlearn,
 )
 
 from gemproj import project  # noqa: E402
@@ -55,12 +56,6 @@ def begin(promised=loss, *more, rate=0.05, make=torch.optim.SGD, n=24, dtype=tor
     for one in (batch, *more):
         keeper.keep([one])
     return model, optimizer, keeper, batch
-
-
-def unlearn(model, optimizer, batch, steps):
-    """Train on a task that contradicts the batch."""
-    for _ in range(steps):
-        take(model, optimizer, rival(batch))
 
 
 def give(model, g):
@@ -170,12 +165,9 @@ class Twins:
             model.zero_grad()
             loss(model, rival(SETS[0])).backward()
         if on != "step":
-            give(
-                plain,
-                in_plain_form(
-                    G, gradient(plain), self.promises, excess, rate=rate, scaled=self.name != "SGD"
-                ),
-            )
+            scaled = self.name != "SGD"
+            g = in_plain_form(G, gradient(plain), self.promises, excess, rate=rate, scaled=scaled)
+            give(plain, g)
         step = moved(plain, self.other.step)
         if on != "gradient":
             # In units of gradients: times the rate those of steps; Adam's metric has the rate in it.
@@ -190,10 +182,8 @@ class Twins:
             torch.testing.assert_close(last.excess, excess, rtol=1e-6, atol=1e-12, equal_nan=True)
         assert last.num_active == int((last.step if on == "step" else last.solution).active.sum())
         # Moments, counts and schedules are the optimizer's own, as if it had been left alone.
-        states = [
-            [o.state[p] for p in m.parameters()]
-            for o, m in ((self.optimizer, self.model), (self.other, plain))
-        ]
+        both = (self.optimizer, self.model), (self.other, plain)
+        states = [[one.state[p] for p in model.parameters()] for one, model in both]
         torch.testing.assert_close(*states, rtol=1e-6, atol=1e-12)
         return last.num_active
 
@@ -254,10 +244,8 @@ def test_rows_are_the_means_of_drawn_examples():
     for _ in range(5):
         at = [kept.draw(random) for kept in same.values()]
         drawn.update(at[0])
-        G = rows(
-            model,
-            [tuple(leaf[k] for leaf in kept.examples) for k, kept in zip(at, same.values(), strict=True)],
-        )
+        pairs = zip(at, same.values(), strict=True)
+        G = rows(model, [tuple(leaf[k] for leaf in kept.examples) for k, kept in pairs])
         _, step = take(model, optimizer, rival(batch))
         torch.testing.assert_close(keeper.rows.G, G)
         assert cosines(G, step).min() > -1e-9
@@ -266,9 +254,8 @@ def test_rows_are_the_means_of_drawn_examples():
 
 def test_hundreds_of_equalities():
     model, batch = learned(200)
-    _, optimizer, keeper = models.begin(
-        model=model, make=partial(torch.optim.Adam, lr=0.01), equal=True, on="both"
-    )
+    make = partial(torch.optim.Adam, lr=0.01)
+    _, optimizer, keeper = models.begin(model=model, make=make, equal=True, on="both")
     for one in zip(*(leaf.split(1) for leaf in batch), strict=True):
         keeper.keep([one])
     G = rows(model, zip(*(leaf.split(1) for leaf in batch), strict=True))
@@ -349,23 +336,21 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
     def go_on(model, optimizer, keeper):
         unlearn(model, optimizer, batch, 4)
         points = keeper.history.points()
-        return flat(model), str(
-            {name: found[-3:] for name, found in points.items()}
-        )  # where NaN equals itself
+        # As a string, in which NaN equals itself.
+        return flat(model), str({name: found[-3:] for name, found in points.items()})
 
     model, optimizer, keeper = start()
     for one in (batch, task(6)):
         keeper.keep([one], name=name, limit=11)
     unlearn(model, optimizer, batch, 4)
-    stored = io.BytesIO()
-    torch.save([part.state_dict() for part in (model, optimizer, keeper)], stored)
+    states = through_a_file([part.state_dict() for part in (model, optimizer, keeper)])
+    reported = str(keeper.report())
     expected, points = go_on(model, optimizer, keeper)
     for remembers in (True, False):
         parts = start()
-        stored.seek(0)
-        states = torch.load(stored, weights_only=True)
         for part, state in zip(parts, states if remembers else states[:2], strict=remembers):
             part.load_state_dict(state)
+        assert not remembers or str(parts[2].report()) == reported
         found, then = go_on(*parts)
         assert torch.equal(found, expected) is remembers
         assert (then == points) is remembers

@@ -5,7 +5,6 @@ import torch
 
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
-from gemproj.torch.processes import Local
 from gemproj.torch.references import write_references
 from tests.models import adapted, flat, language_model, logits, perceptron, rival, sgd, task, tokenizer
 
@@ -36,17 +35,13 @@ def test_chat_model():
         assert "assistant" in said
 
 
-@pytest.mark.parametrize("kind", ["llama", "bart"])
+@pytest.mark.parametrize("kind", ["llama", "llama with adapters", "bart"])
 def test_other_models(kind):
-    texts = write(*tools(kind))
+    model, words = tools(kind.split()[0])
+    texts = write(adapted(model, target_modules=["q_proj"]) if "adapters" in kind else model, words)
     assert len(texts) == 6
     assert all(("labels" in one) == (kind == "bart") for one in texts)
     assert len({tuple(one["input_ids"]) for one in texts}) == 6
-
-
-def test_adapters():
-    model, words = tools()
-    assert len(write(adapted(model, target_modules=["q_proj"]), words)) == 6
 
 
 def test_nothing_else_moves():
@@ -111,27 +106,6 @@ def test_hold_out():
     assert "not kept" in repr(keeper.report())
     with pytest.raises(ValueError, match="hold_out must be a share"):
         keeper.keep([batch], hold_out=1.5)
-
-
-def test_held_out_examples_take_as_many_passes_on_all_processes():
-    """A process with fewer examples than another one joins all of its passes, with all examples in each."""
-    calls = []
-
-    class WithMore(Local):
-        def plan(self, counts):
-            return [n + 7 for n in counts], [7 for _ in counts]
-
-    def loss(model, batch):
-        calls.append(len(batch[0]))
-        return torch.nn.functional.cross_entropy(logits(model, batch), batch[1], reduction="none")
-
-    model = perceptron()
-    keeper = Keeper(model, sgd(model.parameters()))
-    keeper.keep([task(0, 9)], Promise(loss, examples=None), name="old", hold_out=1 / 3)
-    keeper.rows.vector.topology = WithMore()
-    calls.clear()
-    keeper.report()
-    assert calls == [3]
 
 
 def test_interval():

@@ -21,9 +21,8 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 def test_workflows_call_what_there_is(workflow):
     text = workflow.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    called = {
-        word for line in re.findall(r"make ([^\n\"]*)", text) for word in line.split() if "=" not in word
-    }
+    lines = re.findall(r"make ([^\n\"]*)", text)
+    called = {word for line in lines for word in line.split() if "=" not in word}
     assert called
     assert called <= targets
     cells = set(re.findall(r"{ cell: ([^,]*),", text))

@@ -103,9 +103,8 @@ def test_rows_are_the_gradients_of_the_means_in_evaluation_mode(microbatch, func
     model = Net()
     expected = expected_rows(model.eval(), TASKS)
     model.drop = torch.jit.script(model.drop)  # keeps its mode in C++
-    optimizer, keeper = kept(
-        model.train(), function, microbatch=microbatch, scaler=torch.amp.GradScaler("cpu")
-    )
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer, keeper = kept(model.train(), function, microbatch=microbatch, scaler=scaler)
     with torch.no_grad():
         optimizer.step()
     torch.testing.assert_close(keeper.rows.G, expected, rtol=1e-12, atol=1e-14)
@@ -155,12 +154,8 @@ def test_the_model_is_left_as_it_was(fails):
             keeper.project = False
             optimizer.step()
         assert torch.equal(torch.get_rng_state(), random)
-        assert [m.training for m in (model, model.first, model.norm, model.drop)] == [
-            training,
-            True,
-            False,
-            True,
-        ]
+        modes = [m.training for m in (model, model.first, model.norm, model.drop)]
+        assert modes == [training, True, False, True]
         assert all(map(torch.equal, model.buffers(), statistics))
         for p, (gradient, same) in zip(model.parameters(), gradients, strict=True):
             assert p.grad is gradient

@@ -146,26 +146,6 @@ def test_both_forms_take_the_same_pivots(of_gram, bounded, rng):
     assert longest >= 5
 
 
-@sources
-def test_past_its_budget_the_search_takes_the_first_violated_row(of_gram, rng, monkeypatch):
-    """Which leads to the same solution."""
-    G, g, entered, release = (
-        rng.standard_normal((8, 20)) - 0.5,
-        rng.standard_normal(20) + 0.5,
-        [],
-        _search.release,
-    )
-    monkeypatch.setattr(_search, "release", lambda state, j, far: (entered.append(j), release(state, j, far)))
-    violated, x = G @ g / problems.lengths(G), []
-    for budget, first in ((6, np.argmin(violated)), (-0.1, np.argmax(violated < 0))):
-        monkeypatch.setattr(_search, "BUDGET", budget)
-        entered.clear()
-        x.append(g + run_one(portable.solve, of_gram, G, g, np.zeros(8))[0] @ G)
-        assert entered[0] == first
-    assert np.argmin(violated) != np.argmax(violated < 0)
-    np.testing.assert_allclose(*x, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("t", [2, 12])
 def test_b_of_no_gradient_is_stalled(t):
     signs = (-1.0) ** np.arange(t)

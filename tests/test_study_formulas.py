@@ -13,7 +13,7 @@ from scipy import stats
 
 import gemproj
 from examples.common import metrics
-from examples.study import compare, mega
+from examples.study import mega
 from examples.study.gpm import SubspaceProjector, grow
 
 MATRIX = [  # rows: before training, then after each of three tasks
@@ -103,25 +103,6 @@ def test_bases_grow_by_the_rule_of_the_paper(threshold, rng):
         assert torch.equal(grow(M, C, threshold), M)  # what is known adds nothing
 
 
-def run(method, seed, gain=0.0, step=0.01, **changes):
-    """Three tasks; every accuracy after training is higher by `gain`, and by a little for the seed."""
-    R = np.array([[0.2, 0.1, 0.3], [0.8, 0.2, 0.3], [0.5, 0.7, 0.3], [0.4, 0.6, 0.9]])
-    R[1:] += gain + 0.01 * (seed % 3)
-    curve = {
-        0: [0.2, 0.1, 0.3],
-        10: [0.8, 0.2, 0.3],
-        15: [0.3, 0.5, 0.3],
-        20: [0.5, 0.7, 0.3],
-        25: [0.4, 0.2, 0.8],
-    }
-    return {
-        "stream": "permuted", "method": method, "phase": "report", "lr": 0.03, "knob": None, "seed": seed,
-        "accuracies": R.tolist(), "metrics": {name: f(R) for name, f in metrics.METRICS.items()},
-        "boundaries": [10, 20, 30], "curve": [{"step": s, "accuracy": a} for s, a in curve.items()],
-        "seconds": {"per_step": {"batch": step, "projection": 0.0}}, "bytes": 2000,
-    } | changes  # fmt: skip
-
-
 def test_intervals_agree_with_scipy():
     a, b = np.random.default_rng(0).normal(size=(2, 10))
     expected = stats.ttest_rel(a, b).confidence_interval()
@@ -133,27 +114,3 @@ def test_intervals_agree_with_scipy():
     assert found == [False, False, True]
     with pytest.raises(ValueError, match="must not be empty"):
         metrics.interval([])
-
-
-def test_pairs_are_of_the_same_seed_whatever_the_order():
-    a = [run("gem", seed, 0.1) for seed in (5, 1, 0, 2)]
-    b = [run("replay", seed) for seed in (0, 1, 2, 3)]
-    found = compare.paired(a, b, compare.average_accuracy)
-    assert (found.mean, found.n) == (pytest.approx(0.1), 3)
-    assert found.half == pytest.approx(0, abs=1e-12)  # what differs between seeds is gone
-    assert compare.paired(a, [run("replay", 9)], compare.average_accuracy) is None
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [({"seed": 2}, r"seeds \[2\] more than once"), ({"seed": 7, "lr": 1.0}, "more than one")],
-)
-def test_runs_of_several_settings_are_not_averaged(extra, message):
-    records = [run("gem", seed) for seed in range(4)]
-    with pytest.raises(ValueError, match=message):
-        compare.found_in([*records, run("gem", **extra)], ["gem"])
-
-
-def test_lowest_past_accuracy():
-    # Task 1: .3 at step 15, not the .2 before training; task 2: .2 at step 25. Task 3 is not past.
-    assert compare.lowest_past_accuracy(run("gem", 0)) == pytest.approx((0.3 + 0.2) / 2)

@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from gemproj import project  # noqa: E402
 from gemproj.torch import Keeper  # noqa: E402
-from gemproj.torch.step import ProjectedStep  # noqa: E402
 
 
 class Bag(torch.nn.Module):
@@ -49,27 +48,6 @@ def test_gradients_appear_only_where_the_present_rows_reach():
     assert keeper.last.multipliers.tolist() == [0.5]
     assert own.grad.tolist() == [-0.5, -0.5]
     assert reached.grad.tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("active", [False, True])
-def test_old_heads_take_part_in_every_step_on_every_device(active, monkeypatch):
-    """A device writes gradients without asking whether a multiplier is zero, and the CPU need not ask."""
-    weights, plain = [], ProjectedStep._solve
-    for device in (False, True):
-        if device:
-            monkeypatch.setattr(ProjectedStep, "_solve", lambda *a, **b: (plain(*a, **b)[0], True))
-        parts = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
-        (body, old, new), optimizer, keeper = watched(
-            lambda body, old, new: (body * old).sum(), *parts, make=lambda p: torch.optim.AdamW(p, lr=0.1)
-        )
-        for _ in range(3):
-            optimizer.zero_grad()
-            ((-1 if active else 1) * body * new).sum().backward()
-            optimizer.step()
-            assert keeper.last.num_active == active
-            assert bool(old.grad.any()) == active
-        weights.append(flat([body, old, new]))
-    assert torch.equal(*weights)
 
 
 def test_a_gradient_that_appears_lies_in_memory_as_its_parameter_does():

@@ -127,9 +127,7 @@ def test_a_checkpoint_elsewhere_is_named_by_the_caller(named, tmp_path):
         trainer.train(resume_from_checkpoint=str(whole.folder / "checkpoint-3"))
         assert torch.equal(flat(resumed.model), flat(whole.model))
     else:  # none, or that of another step
-        with pytest.raises(
-            ValueError, match=r"resumes at step 3, .*Set args.resume_from_checkpoint .*begin a"
-        ):
+        with pytest.raises(ValueError, match=r"resumes at step 3, .*Set args.resume_from_checkpoint .*begin"):
             trainer.train(resume_from_checkpoint=str(whole.folder / "checkpoint-3"))
 
 
@@ -273,12 +271,8 @@ def test_a_set_of_another_adapter_is_left_out(tmp_path):
 def test_a_model_that_is_dispatched_to_devices_trains(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model = language_model()
-    places = {
-        "model.embed_tokens": "cpu",
-        "model.layers": "cpu",
-        "model.norm": "cpu",
-        "model.rotary_emb": "cpu",
-    }
+    places = dict.fromkeys(("embed_tokens", "layers", "norm", "rotary_emb"), "cpu")
+    places = {f"model.{name}": place for name, place in places.items()}
     model = accelerate.dispatch_model(model, places | {"lm_head": "cpu"}, force_hooks=True)
     assert len(model.hf_device_map) == 5
     keeper, trainer = kept_by(texts(), tmp_path, model=model)

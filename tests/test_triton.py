@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 import torch
-from devices import DEVICE, make_device
+from devices import DEVICE, draw, make_device
 from problems import assert_close
 
 from asv_benchmarks.reports.families import FAMILIES
@@ -67,14 +67,7 @@ def listed(found):
     return [part for one in found for part in listed(one)] if isinstance(found, (list, tuple)) else [found]
 
 
-def draw(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    G = torch.randn(*shape, generator=generator, dtype=torch.float64) + 0.1
-    g = torch.randn(*shape[:-2], shape[-1], generator=generator, dtype=torch.float64) - 0.2
-    return G.to(dtype), g.to(dtype)
-
-
-@pytest.mark.parametrize("t", [*range(1, 9), 11])
+@pytest.mark.parametrize("t", [1, 2, 3, 5, 8, 11])
 def test_any_number_of_rows(t, monkeypatch):
     G, g = draw(t, 700)
     with kernels():
@@ -101,9 +94,7 @@ CALLS = {
     "many parts": lambda G, g: project(G.repeat(1, 20), g.repeat(20)),
     "unaligned": lambda G, g: project(G[:, 3:-2], g[3:-2]),
     "rows by columns": lambda G, g: project(G.T.contiguous().T, g),
-    "blocks": lambda G, g: project(
-        [G[:, :60].reshape(4, 6, 10), G[:, 60:].contiguous()], [g[:60].reshape(6, 10), g[60:]]
-    ),
+    "blocks": lambda G, g: project([G[:, :60].view(4, 6, 10), G[:, 60:]], [g[:60].view(6, 10), g[60:]]),
     "a block of nothing": lambda G, g: project([G, G[:, :0]], [g, g[:0]]),
     "metric": lambda G, g: project(G, g, metric=torch.linspace(0.1, 3.0, 640, dtype=g.dtype)),
     "metric of a batch": lambda G, g: project(
@@ -121,7 +112,18 @@ CALLS = {
     ),
     "multipliers with gaps": lambda G, g: combine(G, g, torch.arange(8.0)[::2]),
     "out with gaps": lambda G, g: project(G, g, out=torch.zeros(640, 2, dtype=g.dtype)[:, 0]),
-}
+    "scales that overflow together": lambda G, g: solve_dual(
+        torch.diag(torch.tensor([1e-155, 1e-155, 1.0], dtype=g.dtype)), -torch.ones(3, dtype=g.dtype)
+    ).multipliers,
+    "a gradient that is not finite": lambda G, g: [
+        (sol := solve_dual(torch.stack([G, G]), torch.stack([g, g * torch.nan]))).multipliers, sol.status
+    ],
+    "no columns or members": lambda G, g: [project(*draw(*shape)) for shape in ((3, 0), (0, 3, 5), (0, 5))],
+    "what kernels cannot read": lambda G, g: [
+        project(G, torch._neg_view(g)), project(torch._neg_view(G), g),
+        project(G, g, out=torch._neg_view(torch.zeros_like(g))).resolve_neg(),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -131,7 +133,8 @@ def test_calls(name):
 
 def test_sums_of_many_programs(monkeypatch):
     monkeypatch.setattr(backend, "_processors", lambda device: 100)
-    assert_same(lambda: [*gram(*draw(2, 150_000))], atol=1e-8)
+    monkeypatch.setattr(backend, "_LEAST", 256)
+    assert_same(lambda: [*gram(*draw(2, 20_000))], atol=1e-8)
 
 
 def test_strides_of_the_small_problem():
@@ -144,11 +147,6 @@ def test_strides_of_the_small_problem():
     for given in ((K, b), (K.mT, b), (K[0], b), (K[:1].mT, b[:1]), (K[0, :3, :3], b[0, :3]), (K.float(), b)):
         assert_same(lambda given=given: [Exact()(*given), solve_gram(*given).multipliers], atol=1e-9)
     assert_same(lambda: Exact()(K, torch._neg_view(b)))
-
-
-def test_scales_that_overflow_together():
-    tiny = torch.diag(torch.tensor([1e-155, 1e-155, 1.0], dtype=torch.float64))
-    assert_same(lambda: solve_dual(tiny, -torch.ones(3, dtype=torch.float64)).multipliers)
 
 
 class Spy:
@@ -200,7 +198,7 @@ def test_a_compiled_kernel_is_used_for_what_it_was_compiled_for(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # of NumPy, which interprets
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e200])
+@pytest.mark.parametrize("bad", [np.nan, 1e200])
 def test_rows_that_are_not_finite_are_left_out(bad):
     G, g = draw(2, 4, 50)
     spoilt, h = G.clone(), torch.tensor([0.1, -torch.inf, 0.2, 0.0])
@@ -218,12 +216,6 @@ def test_rows_that_are_not_finite_are_left_out(bad):
         assert_same(lambda options=options: project(spoilt[1], g, **options), atol=1e-12)
 
 
-def test_a_gradient_that_is_not_finite():
-    G, g = draw(2, 3, 20)
-    g[1, 4] = torch.nan
-    assert_same(lambda: [solve_dual(G, g).multipliers, solve_dual(G, g).status])
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hard_families(name):
     for G, g in FAMILIES[name].problems(1, 8):
@@ -238,22 +230,9 @@ def test_hard_families(name):
 def test_degenerate_problems(rng):
     """The same decisions: of equal solutions, and of rows that depend on others."""
     for t, d in ((3, 2), (5, 3), (7, 4)):
-        G = torch.from_numpy(rng.integers(-1, 2, (12, t, d)).astype(float))
-        g = torch.from_numpy(rng.integers(-2, 3, (12, d)).astype(float))
+        G = torch.from_numpy(rng.integers(-1, 2, (5, t, d)).astype(float))
+        g = torch.from_numpy(rng.integers(-2, 3, (5, d)).astype(float))
         assert_same(lambda G=G, g=g: [project(G, g), solve_dual(G, g).status])
-
-
-def test_problems_without_columns_or_members():
-    for shape in ((3, 0), (0, 3, 5), (0, 5)):
-        assert_same(lambda shape=shape: project(*draw(*shape)), atol=0)
-
-
-def test_tensors_that_kernels_cannot_read():
-    G, g = draw(2, 8)
-    assert_same(lambda: [project(G, torch._neg_view(g)), project(torch._neg_view(G), g)])
-    assert_same(lambda: project(G, g, out=torch._neg_view(torch.zeros_like(g))).resolve_neg())
-    many = torch.stack([g, -g])
-    assert_same(lambda: project(torch.cat([G, -G]), many))
 
 
 class Device(str):
