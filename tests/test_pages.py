@@ -170,8 +170,20 @@ def test_the_first_picture_shows_the_recorded_drifts():
     records = list(Results(DOCS / "results/keep-chat/runs.jsonl").records.values())
     shown = report.compared(records)
     assert len({(one["skill"], one["seed"]) for one in shown}) == 6
+    ends = {}
+    for one in shown:
+        ends.setdefault((one["kind"], one["value"]), []).append(one["held_out"])
+    ends = {key: f"{min(values):.3f} to {max(values):.3f}" for key, values in ends.items()}
+    asked = [
+        f"asked for {value:g}, it was {text}"
+        for (kind, value), text in sorted(ends.items())
+        if kind == "promise"
+    ]
+    others = (
+        f"with a KL term of weight 1, {ends['outputs', 1.0]}; without, {ends['plain', 0.0]} nats per token"
+    )
     for page in (README, DOCS / "index.md", DOCS / "keep_chat.md"):
-        assert f'alt="{report.words(shown)}"' in page.read_text()
+        assert f"{'; '.join(asked)}; {others}." in page.read_text()
 
 
 def test_pages_say_in_the_same_words_what_gemproj_is():
