@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -412,6 +413,14 @@ def test_threads_make_each_call_once_and_stop_before_an_error_is_raised():
         with pytest.raises(KeyboardInterrupt):
             share(work, 50, 3)
         assert states.count("began") == states.count("ended") < 40
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers that send signals")
+@pytest.mark.parametrize("name", ["at_every_instruction", "at_random"])
+def test_interrupts_and_signal_handlers(name):
+    """Neither an interrupt nor a signal handler that projects hangs."""
+    command = [sys.executable, Path(__file__).with_name("checks_threads.py"), name]
+    subprocess.run(command, check=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "3"})
 
 
 def test_results_do_not_depend_on_freed_memory():

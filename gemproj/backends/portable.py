@@ -89,9 +89,9 @@ def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, ...]:
     given = zip(dual[2:], [*shapes, *[(count, t)] * 4], strict=True)
     arrays = [_NONE if a is None else _float64(a.reshape(shape)) for a, shape in given]
     lam, total = np.empty((count, t)), np.empty(count)
-    status, pivots = np.empty(count, np.int64), np.empty(count, np.int64)
+    status, pivots = np.empty((2, count), dtype=np.int64)
     run(0, count, *dual[:2], *arrays, lam, status, pivots, total)
-    return lam.reshape((*batch, t)), status.reshape(batch), pivots.reshape(batch), total.reshape(batch)
+    return lam.reshape((*batch, t)), *(a.reshape(batch) for a in (status, pivots, total))
 
 
 def _float64(a: np.ndarray) -> np.ndarray:

@@ -1,15 +1,24 @@
-"""Threads for compiled loops, which release the GIL. They sleep between calls."""
+"""A thread pool for compiled loops, which release the GIL.
+
+Its threads sleep between calls. Unlike the thread pools of some compiled libraries, the pool works after a
+fork of the process and can be used from several threads at once. Work is handed over without Python's locks:
+a signal handler may interrupt a thread anywhere and call `share`, and an exception raised by the handler may
+end any wait.
+"""
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import lru_cache
+from queue import Empty, SimpleQueue
 from typing import Any
 
+# Seconds after which the waiting caller checks whether threads are still working: an interrupt may have
+# removed the message that the caller waits for.
+_LOOK = 0.05
 # Jobs per thread: handing over a job takes as long as reading 100 kB.
 _JOBS = 4
 # Numbers to read below which waking threads takes longer.
@@ -41,36 +50,85 @@ def share_pieces(
 def share(work: Callable[[int], object], count: int, threads: int) -> None:
     """Call ``work(0) .. work(count - 1)``, each once, in at most `threads` threads, including the caller's.
 
-    If a call raises or the caller is interrupted, no further call begins. The error is raised after all
-    threads have stopped, because they may be writing to the caller's arrays.
+    If a call raises or the caller is interrupted, no further call begins. The interrupt, or else the first
+    exception, is raised after all threads have stopped, because they may be writing to the caller's arrays.
     """
-    numbers, failed = itertools.count(), False
-
-    def drain() -> None:
-        nonlocal failed
+    if count == 1:
+        work(0)
+        return
+    job, begun = _Job(work, count), False
+    while True:
         try:
-            while not failed and (i := next(numbers)) < count:
-                work(i)
-        except BaseException:
-            failed = True
-            raise
-
-    helping: list[Future[None]] = []
-    try:
-        with suppress(RuntimeError):  # no thread can be started at the end of the process
-            helping += (_pool().submit(drain) for _ in range(min(count, threads, cores() + 1) - 1))
-        drain()
-    finally:
-        begun = [one for one in helping if not one.cancel()]
-        wait(begun)
-    for one in begun:
-        one.result()
+            if not begun:
+                begun = True
+                _ask_for_help(job, min(threads, count) - 1)
+                job.drain()
+            while job.helping:
+                with suppress(Empty):
+                    job.stopped.get(timeout=_LOOK)
+            break
+        except BaseException as error:
+            job.errors.append(error)
+    job.work = None  # a thread that takes the job later must not hold the caller's arrays
+    if job.errors:
+        raise min(job.errors, key=lambda error: isinstance(error, Exception))
 
 
-@lru_cache(maxsize=1)
-def _pool() -> Any:
-    return ThreadPoolExecutor(cores(), thread_name_prefix="gemproj")
+class _Job:
+    """Calls to share between threads, with one entry in `helping` per working thread of the pool.
+
+    Each of these threads puts a message into `stopped` after its last call.
+    """
+
+    def __init__(self, work: Callable[[int], object], count: int) -> None:
+        self.work: Any = work
+        self.count, self.numbers = count, itertools.count()
+        self.errors: list[BaseException] = []
+        self.helping: list[None] = []
+        self.stopped: SimpleQueue[None] = SimpleQueue()
+
+    def drain(self) -> None:
+        """Make calls until no call is left or a call has raised."""
+        while not self.errors and (i := next(self.numbers)) < self.count:
+            self.work(i)
+
+    def help(self) -> None:
+        """Make calls in a pool thread, append any exception to `errors`, then notify the caller."""
+        # Append before `drain` reads `errors`, because the caller records an error and then reads `helping`.
+        self.helping.append(None)
+        try:
+            self.drain()
+        except BaseException as error:
+            self.errors.append(error)
+        self.helping.pop()
+        self.stopped.put(None)
 
 
-if hasattr(os, "register_at_fork"):  # in a forked child the threads do not exist
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+# Waiting jobs, and one entry per pool thread: a list, because appending to a list takes no lock.
+_jobs: SimpleQueue[_Job] = SimpleQueue()
+_helpers: list[None] = []
+
+
+def _ask_for_help(job: _Job, count: int) -> None:
+    """Wake up to `count` pool threads for a job; threads are started at first use, at most `cores()`."""
+    with suppress(RuntimeError):  # no thread can be started at the end of the process
+        while len(_helpers) < min(count, cores()):
+            _thread.start_new_thread(_help, (_jobs,))
+            _helpers.append(None)
+    for _ in range(min(count, len(_helpers))):
+        _jobs.put(job)
+
+
+def _help(jobs: SimpleQueue[_Job]) -> None:
+    while True:
+        jobs.get().help()
+
+
+def _forget() -> None:
+    """Reset the pool in a forked child process, in which its threads do not exist."""
+    global _jobs, _helpers
+    _jobs, _helpers = SimpleQueue(), []
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
