@@ -58,7 +58,7 @@ def test_every_run_is_recorded(finished):
         assert ("accuracy" in one) == (one["skill"] == "news")
         assert ("worst" in one) == (one["kind"] in ("promise", "auto", "trainer"))
         assert ("verdict" in one) == (one["kind"] == "trainer")
-    assert {one["kept"] for one in found.values()} == {0, 4}
+    assert {(one["kept"], one["sets"]) for one in found.values()} == {(0, 1), (4, 1), (0, 3)}
 
 
 def test_tables_and_figures(finished):
@@ -107,7 +107,7 @@ def test_other_methods_and_abilities(finished, tmp_path):
         (["--skills", "poems"], "poems"),
         (["--methods", "plain:3"], "takes no value"),
         (["--methods", "promise"], "takes a value"),
-        (["--methods", "promise:0.05#few"], "VALUE, TEXTS and RATE are numbers"),
+        (["--methods", "promise:0.05#few"], "VALUE, SETS, TEXTS and RATE are numbers"),
         (["--methods", "promise:0.05/lara"], "unknown adapters"),
         (["--model", "nowhere"], "no folder"),
         (["--skills", "sequence"], "--instructions"),

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from models import EACH, perceptron, task  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from gemproj.torch.chosen import chosen, likeliest  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 
@@ -125,6 +126,32 @@ def test_outputs_in_half_precision(dtype, top):
     same = loss(before, batch, stored)
     # Logarithms of probabilities are up to 8 here; a divergence is quadratic in what they are off.
     assert same.abs().max() < (8 * torch.finfo(dtype).eps) ** (2 if top is None else 1)
+
+
+@pytest.mark.parametrize("some", [None, [0, 3, 4, 8], []])
+@pytest.mark.parametrize("numbers", [1, 20, 1_000])  # one position at a time, a few, all
+def test_log_probabilities_of_a_few_classes(monkeypatch, numbers, some):
+    monkeypatch.setattr("gemproj.torch.chosen._NUMBERS", numbers)
+    logits = BEFORE[:2].flatten(0, 1).clone().requires_grad_()
+    at = None if some is None else torch.tensor(some, dtype=torch.long)
+    whole = torch.log_softmax((logits if at is None else logits[at]) / 2.0, -1)
+    values, classes = likeliest(logits, at, 3, 2.0)
+    torch.testing.assert_close((values, classes), tuple(whole.topk(3)))
+    twice = classes.flip(1)[:, [0, 1, 0]]  # a class may be asked for twice
+    torch.testing.assert_close(chosen(logits, at, twice, 2.0), whole.gather(1, twice))
+    assert torch.autograd.gradcheck(lambda z: chosen(z, at, twice, 2.0), logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_log_probabilities_of_half_precision_are_summed_in_float32(dtype):
+    logits = NOW.to(dtype).requires_grad_()
+    classes = BATCH["labels"].clamp(min=0).view(-1, 1)
+    found = chosen(logits.flatten(0, 1), None, classes, 1.0)
+    expected = torch.log_softmax(logits.flatten(0, 1).float(), -1).gather(1, classes)
+    torch.testing.assert_close(found, expected)
+    gradient, wanted = (torch.autograd.grad(one.sum(), logits)[0] for one in (found, expected))
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient, wanted)
 
 
 def test_classes_that_are_impossible():

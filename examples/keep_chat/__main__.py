@@ -35,7 +35,7 @@ METHODS = {
     "laptop": LAPTOP,
     "long": LONG,
     "gpu": GPU,
-    "tiny": f"{LAPTOP} auto:0.05 promise:0.05#4 trainer:0.05",
+    "tiny": f"{LAPTOP} auto:0.05*3 promise:0.05#4 trainer:0.05",
 }
 
 
@@ -50,8 +50,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--skills", default="news,capitals", help=f"separated by commas: {', '.join(SKILLS)}")
     found.add_argument(
         "--methods",
-        help="separated by spaces: KIND:VALUE#TEXTS@RATE/ADAPTERS, with the number of kept texts to use, "
-        f"a factor of the form's rate, and {', '.join(ADAPTERS)}; kinds are {', '.join(KINDS)}",
+        help="separated by spaces: KIND:VALUE*SETS#TEXTS@RATE/ADAPTERS, with the number of sets in which "
+        "texts are kept, the number of texts to use, a factor of the form's rate, and "
+        f"{', '.join(ADAPTERS)}; kinds are {', '.join(KINDS)}",
     )
     found.add_argument("--seeds", type=command.count, default=1, help="number of seeds, from 0")
     found.add_argument("--cache", type=Path, help="folder for the model and the texts it wrote")
@@ -70,6 +71,7 @@ def runs_of(
         first, _, adapters = word.partition("/")
         first, _, factor = first.partition("@")
         first, _, texts = first.partition("#")
+        first, _, sets = first.partition("*")
         kind, _, value = first.partition(":")
         command.check_known("methods", [kind], KINDS)
         if kind == "before" and seed:  # the same for all seeds
@@ -80,10 +82,10 @@ def runs_of(
         command.check_known("adapters", [trained], ADAPTERS)
         try:
             numbers = float(value or 0), FORMS[form].rate * float(factor or 1)
-            count = int(texts or 0)
+            counts = int(texts or 0), int(sets or 1)
         except ValueError:
-            raise command.SetupError(f"method {word!r}: VALUE, TEXTS and RATE are numbers") from None
-        runs.append(Run(form, where, prepared, skill, kind, *numbers, trained, seed, count, device))
+            raise command.SetupError(f"method {word!r}: VALUE, SETS, TEXTS and RATE are numbers") from None
+        runs.append(Run(form, where, prepared, skill, kind, *numbers, trained, seed, *counts, device))
     return runs
 
 

@@ -25,7 +25,7 @@ TITLES = {"news": "News sections", "capitals": "Answers in capitals", "sequence"
 
 def name_of(record: Record) -> str:
     """Return the name of a record's method, with its value."""
-    text = method(record["kind"], record["value"], record.get("kept", 0))
+    text = method(record["kind"], record["value"], record.get("kept", 0), record.get("sets", 1))
     return text if record["adapters"] in ("lora", "osf") else f"{text}, all weights"
 
 
@@ -49,8 +49,9 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
 
 
 def compared(records: Sequence[Record]) -> list[Record]:
-    """Return the records of the first form with all kept texts: those of the figures and gates."""
-    return [one for one in records if one["form"] == records[0]["form"] and not one.get("kept")]
+    """Return the records of the first form with all texts in one set: those of the figures and gates."""
+    usual = [one for one in records if not one.get("kept") and one.get("sets", 1) == 1]
+    return [one for one in usual if one["form"] == records[0]["form"]]
 
 
 def page(records: Sequence[Record]) -> str:
@@ -108,7 +109,7 @@ def gates(records: Sequence[Record]) -> str:
     usual_rate = {record["form"]["rate"] for record in records}
     first = [run for run in records if run["rate"] in usual_rate and run["adapters"] == "lora"]
     methods: dict[str, Callable[[Record, float], bool]] = {
-        method(kind, value, 0): _is(kind, value) for kind, value in USUAL.items()
+        method(kind, value): _is(kind, value) for kind, value in USUAL.items()
     }
     methods["Promise, tolerance as the gate"] = _at_gate
     rows = []

@@ -5,7 +5,7 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,10 +43,10 @@ KINDS = {
 WITHOUT_VALUE = ("before", "plain", "intruder", "osf")
 
 
-def method(kind: str, value: float, kept: int) -> str:
-    """Return the name of a method with its value, and with the number of texts if it may not use all."""
+def method(kind: str, value: float, kept: int = 0, sets: int = 1) -> str:
+    """Return the name of a method with its value, and what it does not do by default."""
     name = KINDS[kind] if kind in WITHOUT_VALUE else f"{KINDS[kind]} {value:g}"
-    return f"{name}, {kept} texts" if kept else name
+    return name + (f", {kept} texts" if kept else "") + (f", {sets} sets" if sets > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,14 @@ class Run:
     adapters: str
     seed: int
     kept: int = 0  # texts that the method may use; 0 for all
+    sets: int = 1  # in which they are kept, each with a promise
     device: str = "cpu"
     threads: int = 1
 
     @property
     def method(self) -> str:
         """Name of the method with its value."""
-        return method(self.kind, self.value, self.kept)
+        return method(self.kind, self.value, self.kept, self.sets)
 
     @property
     def title(self) -> str:
@@ -80,7 +81,7 @@ class Run:
     def key(self) -> str:
         """A unique name of the run."""
         named = (self.form, self.skill, self.kind, f"{self.value:g}", f"{self.rate:g}", self.adapters)
-        texts = f"-kept{self.kept}" if self.kept else ""
+        texts = (f"-kept{self.kept}" if self.kept else "") + (f"-sets{self.sets}" if self.sets > 1 else "")
         return "-".join(named) + f"{texts}-seed{self.seed}"
 
     @staticmethod
@@ -139,7 +140,9 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     if run.kind in ("promise", "auto", "promise-own"):
         promise = Promise(OUTPUTS, tolerance=run.value, examples=form.drawn)
         keeper = Keeper(model, optimizer, promise, look="auto" if run.kind == "auto" else 1)
-        keeper.keep(examples if run.kind == "promise-own" else kept, name="kept", collate=collate)
+        held = examples if run.kind == "promise-own" else kept
+        for k in range(run.sets):
+            keeper.keep(held[k :: run.sets], name=f"kept {k}", collate=collate)
     elif run.kind in ("text", "outputs", "own"):
         added = penalty(model, run, form, kept)
     stored, busy = time.perf_counter() - start, time.process_time()
@@ -165,14 +168,17 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     step = (busy if run.device == "cpu" else seconds - stored) / form.steps
     found: dict[str, Any] = {"losses": losses, "step": step, "store": stored, "seconds": seconds}
     if keeper is not None:
-        found |= reported(keeper.report()["kept"])
+        found |= reported(keeper.report())
         keeper.remove()
     return found
 
 
-def reported(line: Any) -> dict[str, float]:
-    """Return the numbers of a line of a keeper's report."""
-    return {"last": line.now, "worst": line.worst, "above": line.broke, "looks": line.looks / line.steps}
+def reported(report: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the numbers of a keeper's report: of the worst set, and the mean share of looks."""
+    lines = report.values()
+    names = {"last": "now", "worst": "worst", "above": "broke"}
+    found = {name: max(getattr(line, of) for line in lines) for name, of in names.items()}
+    return found | {"looks": mean(line.looks / line.steps for line in lines)}
 
 
 def through_trainer(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
@@ -201,11 +207,10 @@ def through_trainer(model: Any, run: Run, form: Form, data: Prepared) -> dict[st
         examples: Any = data.train[run.skill]
         Trainer(model, arguments, train_dataset=examples, data_collator=collate, callbacks=[keeper]).train()
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
-    line = keeper.report()["kept"]
-    assert line.held_out is not None
-    verdict = dict(zip(("verdict", "low", "high"), line.held_out, strict=True))
+    report = keeper.report()
+    verdict = dict(zip(("verdict", "low", "high"), report["kept"].held_out or (), strict=True))
     step = (busy if run.device == "cpu" else seconds) / form.steps  # with what is stored, and the verdict
-    return {"step": step, "seconds": seconds} | reported(line) | verdict
+    return {"step": step, "seconds": seconds} | reported(report) | verdict
 
 
 def answer_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

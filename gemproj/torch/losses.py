@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj._checks import check_count, check_number
+from gemproj.torch.chosen import chosen, likeliest, widened
 from gemproj.torch.data import Batch, Field, PerExample
 
 # The label that torch and transformers ignore.
@@ -132,7 +133,7 @@ class CrossEntropy:
             )
         if self._shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        logits = _widened(logits).flatten(0, -2)
+        logits = widened(logits).flatten(0, -2)
         values = cross_entropy(logits, labels.flatten().long(), ignore_index=_IGNORED, reduction="none")
         values, counts = values.view(labels.shape), labels != _IGNORED
         if examples is not None and self._shift:  # no example predicts the first label of another
@@ -222,15 +223,16 @@ class Distillation:
         """Return what the model says about a batch, in the form in which it is stored."""
         logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
-        found = self._log_probabilities(logits if mask is None else logits[mask])
-        n, usual = found.shape[-1], self._top is None and found.shape[-1] > _MANY
+        n, usual = logits.shape[-1], self._top is None and logits.shape[-1] > _MANY
         top = _TOP if usual else self._top
         dtype = self._dtype or (torch.float16 if usual else logits.dtype)
         if top is None or top >= n:
-            stored: Any = found.to(dtype)
+            stored: Any = self._log_probabilities(logits, mask).to(dtype)
         else:
-            values, classes = found.topk(top, dim=-1)
-            stored = values.to(dtype), classes.int()
+            found, classes = likeliest(logits.flatten(0, -2), _indices(mask), top, self._temperature)
+            stored = found.to(dtype), classes.int()
+            if mask is None:
+                stored = tuple(leaf.view(*logits.shape[:-1], top) for leaf in stored)
         if mask is None:
             return stored
         sizes = _sums(mask.long(), examples).tolist()
@@ -251,19 +253,20 @@ class Distillation:
         mask, examples = self._own(model, batch, logits)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        now = self._log_probabilities(logits if mask is None else logits[mask])
         if mask is not None:
             outputs = _at_positions(outputs, mask, examples)
         if isinstance(outputs, Tensor):
-            _check_classes(outputs.shape[-1] == now.shape[-1], outputs.shape[-1], now)
+            _check_classes(outputs.shape[-1] == logits.shape[-1], outputs.shape[-1], logits)
+            now = self._log_probabilities(logits, mask)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
         else:
             values, classes = outputs
             if classes.device.type == "cpu" and classes.numel():  # on a device, this would synchronise
                 most = int(classes.max()) + 1
-                _check_classes(most <= now.shape[-1], f"at least {most}", now)
-            before = _with_rest(values.to(now.dtype))
-            now = _with_rest(now.gather(-1, classes.long()))
+                _check_classes(most <= logits.shape[-1], f"at least {most}", logits)
+            flat, indices = logits.flatten(0, -2), classes.long().flatten(0, -2)
+            now = chosen(flat, _indices(mask), indices, self._temperature).view(values.shape)
+            before, now = _with_rest(values.to(now.dtype)), _with_rest(now)
         # A class of probability zero contributes nothing, although its logarithm is infinite.
         terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
         divergence = terms.sum(-1) * self._temperature**2
@@ -309,9 +312,14 @@ class Distillation:
             return mask.bool(), examples
         return (None if examples is None else torch.ones_like(examples, dtype=torch.bool)), examples
 
-    def _log_probabilities(self, logits: Tensor) -> Tensor:
-        logits = _widened(logits)  # a division by one would copy a number for each class
+    def _log_probabilities(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        logits = widened(logits if mask is None else logits[mask])
         return torch.log_softmax(logits if self._temperature == 1.0 else logits / self._temperature, dim=-1)
+
+
+def _indices(mask: Tensor | None) -> Tensor | None:
+    """Return the indices of the positions of a mask, (m,); None for all."""
+    return None if mask is None else mask.flatten().nonzero().flatten()
 
 
 def _predicts_next(model: Any) -> bool:
@@ -343,11 +351,6 @@ def _check_classes(fits: bool, stored: Any, now: Tensor) -> None:
             "added, pass logits=, a function that returns the logits of the old classes; a teacher must have "
             "the same classes."
         )
-
-
-def _widened(logits: Tensor) -> Tensor:
-    """Convert logits to at least float32, because sums in half precision are too inaccurate for a bound."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _with_rest(top: Tensor) -> Tensor:
