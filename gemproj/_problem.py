@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     if isinstance(keys, list) and (order := list(g)) != keys:  # x follows the key order of g
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
-    n, arrays = len(rows), [*rows, *vector, *(weight or ())]
+    n, arrays, same = len(rows), [*rows, *vector, *(weight or ())], all(map(is_, rows, vector))
     xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
         if (k := first_elsewhere(arrays, device)) is not None:
@@ -150,13 +150,23 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
                 raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
     if keys is None:
         return _arrays_problem(xp, device, rows[0], vector[0], None if weight is None else weight[0])
-    return _blocks_problem(xp, device, rows, vector, weight, keys)
+    return _blocks_problem(xp, device, rows, vector, weight, keys, same)
 
 
 def _blocks_problem(
-    xp: Any, device: Any, rows: list[Array], vector: list[Array], weight: list[Array] | None, keys: Any
+    xp: Any,
+    device: Any,
+    rows: list[Array],
+    vector: list[Array],
+    weight: list[Array] | None,
+    keys: Any,
+    same: bool,
 ) -> Problem:
-    """Return the problem of blocks G[k] (t, *shape_k), g[k] (*shape_k) or (*batch, *shape_k), metric[k]."""
+    """Return the problem of blocks G[k] (t, *shape_k), g[k] (*shape_k) or (*batch, *shape_k), metric[k].
+
+    `same` says whether the blocks of G and g are the same arrays, as in ``project(J, J)``. If others have the
+    same shapes, one row without its leading axis is likelier than as many gradients as rows.
+    """
     t = rows[0].shape[0] if rows[0].ndim else 0
     lead = max(0, 1 + vector[0].ndim - rows[0].ndim)
     batch = tuple(vector[0].shape[:lead])
@@ -176,6 +186,12 @@ def _blocks_problem(
                 f"{f' and m = {batch[0]}' if lead else ''}; {here}."
                 f"{' For one row, G needs a leading axis of size 1.' if found[0] == found[1] else ''}"
             )
+    if not same and all(found[0] == found[1] for found in shapes):
+        raise ValueError(
+            f"All blocks of G and g have equal shapes, the first {tuple(shapes[0][0])}. For one row, G needs "
+            "a leading axis of size 1: [b[None] for b in G]. To project as many gradients as there are rows, "
+            "flatten the blocks: pass matrices G (t, d) and g (t, d)."
+        )
     return Problem(xp, device, batch, t, rows, vector, weight, keys, shared=lead > 0)
 
 
@@ -183,7 +199,10 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
     """Return the problem of arrays G (..., t, d), g (..., d) and metric (..., d), broadcast to one batch."""
     of_G, of_g = tuple(G.shape), tuple(g.shape)
     if len(of_G) < 2:
-        raise ValueError(f"G must have shape (..., t, d), one row per constraint; found {of_G}.")
+        raise ValueError(
+            f"G must have shape (..., t, d), one row per constraint; found {of_G}. For one row, pass G[None]."
+            f"{' G and g seem to be exchanged.' if len(of_g) > 1 else ''}"
+        )
     lead, batch, (t, d) = of_G[:-2], of_g[:-1], of_G[-2:]
     if of_g[-1:] != (d,):
         column = of_g[1:] == (1,)
@@ -269,7 +288,9 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, list[Array]] | None = None)
     else:
         keys, blocks = None, [a]
     if not blocks:
-        raise ValueError(f"{name} has no blocks; pass at least one array.")
+        raise ValueError(
+            f"{name} has no blocks; pass at least one array. Without any constraint, g is its own projection."
+        )
     # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
     for kind in _KINDS:
         kinds = list(map(kind, blocks))

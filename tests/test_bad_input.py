@@ -41,7 +41,12 @@ WRONG_VALUES = [
     (lambda: project(np.stack([G, G]), np.stack([g] * 3)), "leading dimensions of G .* do not broadcast"),
     (lambda: project([G, G], [g]), "g has 1 blocks but G has 2"),
     (lambda: project({"a": G}, {"b": g}), "same keys; only in one of them: 'a', 'b'"),
-    (lambda: project([], []), "G has no blocks"),
+    (lambda: project([], []), "G has no blocks.*Without any constraint, g is its own projection"),
+    (lambda: project(g, G), r"G must have shape .*G and g seem to be exchanged"),
+    (
+        lambda: project([G, G[:, 0]], [G + 1, G[:, 0]]),
+        r"equal shapes, the first \(3, 5\). For one row.*b\[None\]",
+    ),
     (lambda: project([G, G[:2]], [g, g]), r"t = 3; G\[1\] has shape \(2, 5\), g\[1\] has shape"),
     (lambda: project({"w": G}, {"w": g[:2]}), r"Blocks must have .*g\['w'\] has shape \(2,\)"),
     (lambda: project(G, g, method="gem"), "method 'gem' is unknown; the names are 'exact'"),

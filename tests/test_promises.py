@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -32,6 +33,8 @@ from models import (  # noqa: E402
 
 from gemproj import project  # noqa: E402
 from gemproj.torch import Promise  # noqa: E402
+from gemproj.torch.losses import Distillation  # noqa: E402
+from gemproj.torch.promise import as_promise  # noqa: E402
 
 
 @cache
@@ -356,3 +359,12 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
         assert (then == points) is remembers
     assert (found - expected).abs().max() > 1e-4  # so the state of the keeper matters
     assert [line.examples for line in keeper.report().values()] == [22 if name else 11] * (1 if name else 2)
+
+
+def test_a_tolerance_alone_takes_the_rest_of_the_usual_promise():
+    usual = Promise(Distillation(), examples=4)
+    assert as_promise(0.02, usual) == replace(usual, tolerance=0.02)
+    with pytest.warns(UserWarning, match=r"may fall to 0.7%\. For a fall by 5 %, pass 0.05"):
+        as_promise(5.0, usual)
+    with pytest.raises(TypeError, match=r"or a tolerance such as 0\.05; found int"):
+        as_promise(5, usual)

@@ -188,6 +188,9 @@ def test_one_line(tmp_path, monkeypatch):
     assert (len(kept), len(kept.held), kept.promise.allowed) == (8, 2, 0.05)
     assert said["keep/references/held_out_low"] <= said["keep/references/held_out"] < 0.05
     assert callback.report().kept
+    assert "references, 2 held out: " in repr(callback.report())
+    with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
+        transformers.Trainer(model, args, train_dataset=new, callbacks=[integration.KeeperCallback()]).train()
     assert list((tmp_path / "gemproj").glob("references-*.json"))
 
 

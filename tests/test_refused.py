@@ -63,7 +63,7 @@ CALLS = [
     (lambda: keeper(as_model=[1]), TypeError, "model must be a torch.nn.Module; found list"),
     (lambda: keeper(torch.nn.CrossEntropyLoss()), TypeError, "called as .*batch.*, and CrossEntropyLoss"),
     (lambda: keeper(torch.nn.functional.mse_loss), TypeError, "called as .*batch.*, and mse_loss"),
-    (lambda: keeper(7), TypeError, "promise must be a Promise or a loss; found int"),
+    (lambda: keeper(7), TypeError, "promise must be a Promise, a loss, or a tolerance such as 0.05; found int"),
     (lambda: keeper(look=0), ValueError, "look must be at least 1"),
     (lambda: keeper(look="sometimes"), (ValueError, TypeError), "^look must be"),
     (lambda: keeper(microbatch=0), ValueError, "microbatch must be at least 1"),
@@ -87,7 +87,7 @@ CALLS = [
     (lambda: keeper(as_model=perceptron().requires_grad_(False)), ValueError, "no parameter that requires a gradient"),
     (sparse, TypeError, "must be dense.*sparse=False"),
     # --- a set, told at once
-    (lambda: keep("general"), TypeError, "promise must be a Promise or a loss; found str"),
+    (lambda: keep("general"), TypeError, "promise must be a Promise, a loss, or a tolerance such as 0.05; found str"),
     (lambda: keep(name=Promise()), TypeError, r"name must be hashable, such as a string; found Promise"),
     (lambda: keep(name=["a"]), TypeError, r"name must be hashable.*found \['a'\]"),
     (lambda: keep(Promise), TypeError, "class Promise; pass an object of it"),

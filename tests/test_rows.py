@@ -56,6 +56,10 @@ def test_wrong_losses_and_parameters():
     for wrong in ([], [torch.ones(2)], ["weight"]):
         with pytest.raises(ValueError, match=r"require gradients, such as model.parameters\(\)"):
             rows(losses, wrong)
+    with pytest.raises(TypeError, match=r"pass \[loss\]"):
+        rows(losses[0], parameters)
+    with pytest.raises(TypeError, match=r"found Linear: pass .parameters\(\)"):
+        rows(losses, nn.Linear(2, 2))
 
 
 class Net(nn.Module):

@@ -193,8 +193,8 @@ def test_texts_examples_and_loaders_are_kept_alike(tmp_path):
     found = {}
     for name, data in forms().items():
         keeper, trainer = kept_by(data, tmp_path / name)
-        assert len(keeper.sets[0]) == 12
-        assert keeper.report()[0].steps == 4
+        assert len(keeper.sets["kept"]) == 12
+        assert keeper.report()["kept"].steps == 4
         found[name] = flat(trainer.model)
     expected = found.pop("texts")
     assert not torch.equal(expected, flat(language_model()))
@@ -204,7 +204,7 @@ def test_texts_examples_and_loaders_are_kept_alike(tmp_path):
 
 def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_path):
     data = [*texts(), "red " * 40]
-    with pytest.warns(UserWarning, match="1 of 14 examples of 0 have no label"):
+    with pytest.warns(UserWarning, match="1 of 14 examples of 'kept' have no label"):
         keeper, _ = kept_by(["", *data], tmp_path / "short", Promise())
     keeper.keep(texts(5), name="later")  # when training has ended
     whole, trainer = kept_by(data[:-1], tmp_path, limit=7)
@@ -212,7 +212,7 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
     assert len(one) == 7
     again, resumed = kept_by(None, tmp_path, resume=str(tmp_path / "checkpoint-2"))
     assert torch.equal(flat(resumed.model), flat(trainer.model))
-    assert again.report()[0].steps == whole.report()[0].steps == 4
+    assert again.report()["kept"].steps == whole.report()["kept"].steps == 4
     for wrong, text in (("red", "one text"), ([{"role": "user", "content": "red"}], "one conversation")):
         with pytest.raises(TypeError, match=text):
             kept_by(wrong, tmp_path / "wrong")
@@ -249,7 +249,7 @@ def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     keeper = KeeperCallback(texts(), Promise(Distillation(), tolerance=0.01))
     fine_tuning(model, keeper, tmp_path, DataCollatorWithPadding).train()
-    assert keeper.report()[0].steps == 4
+    assert keeper.report()["kept"].steps == 4
 
 
 def test_a_set_of_another_adapter_is_left_out(tmp_path):
@@ -276,7 +276,7 @@ def test_a_model_that_is_dispatched_to_devices_trains(tmp_path):
     model = accelerate.dispatch_model(model, places | {"lm_head": "cpu"}, force_hooks=True)
     assert len(model.hf_device_map) == 5
     keeper, trainer = kept_by(texts(), tmp_path, model=model)
-    assert keeper.report()[0].steps == 4
+    assert keeper.report()["kept"].steps == 4
     assert torch.equal(flat(trainer.model), flat(kept_by(texts(), tmp_path)[1].model))
 
 

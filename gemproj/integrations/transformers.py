@@ -82,8 +82,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         What to keep. Texts, and conversations (lists of messages with a role and a content), are tokenised by
         the tokenizer of the trainer. Examples are collated by its collator. More can be kept by `keep`,
         before training, in which case it waits until training begins, or after it.
-    promise : Promise or loss, optional
-        By default ``Promise(Distillation())``.
+    promise : Promise, loss or float, optional
+        By default ``Promise(Distillation())``; a number is its tolerance, in nats per token.
     name, collate, limit, hold_out
         As in `gemproj.torch.Keeper.keep`, for `data`.
     **options
@@ -132,8 +132,13 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         assert self._collate is not None
         assert self._model is not None
         tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._model)
-        if tokenizer is None or not getattr(model, "can_generate", bool)():
+        if not getattr(model, "can_generate", bool)():
             return
+        if tokenizer is None:
+            raise ValueError(
+                "Without data the model writes what to keep, which needs its tokenizer: pass "
+                "processing_class=tokenizer to the trainer, or data to KeeperCallback."
+            )
         world, rank = AcceleratorState().num_processes, AcceleratorState().process_index
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
         texts = write_references(model, tokenizer, max(_TEXTS_WRITTEN // world, 1), seed=rank, cache=folder)

@@ -181,6 +181,8 @@ class Line:
         Number of steps in which the row of the promise was computed.
     seconds : float
         Host time spent on the rows of the promise.
+    held : int
+        Number of held-out examples.
     held_out : tuple of three floats, or None
         Loss of the held-out examples now, with the ends of its 95 % interval over examples.
     held_bound : float
@@ -203,6 +205,7 @@ class Line:
     excess: float = math.nan
     multiplier: float = 0.0
     seconds: float = 0.0
+    held: int = 0
     held_out: tuple[float, float, float] | None = None
     held_bound: float = math.nan
     kept: bool = True
@@ -385,7 +388,7 @@ class Report(dict[Any, Line]):
     def __repr__(self) -> str:
         if not self:
             return "No examples are kept: nothing is promised."
-        hidden = {"held_out", "held_bound", "kept"}
+        hidden = {"held", "held_out", "held_bound", "kept"}
         if all(line.looks == line.steps for line in self.values()):
             hidden.add("looks")
         names = [field.name for field in fields(Line) if field.name not in hidden]
@@ -399,7 +402,10 @@ class Report(dict[Any, Line]):
             ).rstrip()
             for row in [heads, *cells]
         ]
-        return "\n".join(table + [_said(line) for line in self.values() if line.held_out is not None])
+        said = [_said(line) for line in self.values() if line.held_out is not None]
+        if not said and any(line.bound == line.bound for line in self.values()):
+            said = ["No verdict on unseen examples: hold_out=0.2 would hold out a fifth."]
+        return "\n".join(table + said)
 
     def plot(self, ax: Any = None) -> Any:
         """Plot losses, and their bounds as dashed lines, over the steps under promises; needs matplotlib.
@@ -445,7 +451,7 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
         allowed = kept.promise.allowed or 0.0
         bound, now = line.stored + allowed, line.now
         if name in held_out:
-            line.held_out = held_out[name]
+            line.held, line.held_out = len(kept.held), held_out[name]
             line.held_bound = bound = float(kept.held.losses.mean()) + allowed
             now = line.held_out[0 if allowed else 1]
         line.kept = not now > bound + _LOSSES * (1.0 + abs(bound))
@@ -456,7 +462,7 @@ def _said(line: Line) -> str:
     assert line.held_out is not None
     mean, low, high = line.held_out
     return (
-        f"{line.name}: held out {mean:.4g} [{low:.4g}, {high:.4g}] of {line.held_bound:.4g}: "
+        f"{line.name}, {line.held} held out: {mean:.4g} [{low:.4g}, {high:.4g}] of {line.held_bound:.4g}: "
         f"{'kept' if line.kept else 'not kept'}"
     )
 

@@ -39,7 +39,7 @@ class KeeperBase:
 
     def __init__(
         self,
-        promise: Promise | Loss | None = None,
+        promise: Promise | Loss | float | None = None,
         *,
         on: On = "both",
         method: AnyMethod = "exact",
@@ -97,7 +97,7 @@ class KeeperBase:
     def keep(
         self,
         data: Any,
-        promise: Promise | Loss | None = None,
+        promise: Promise | Loss | float | None = None,
         *,
         name: Hashable = None,
         collate: Collate | None = None,
@@ -116,9 +116,9 @@ class KeeperBase:
             Read to the end, and all of it is kept. With `collate`, or for a loader with a custom
             ``collate_fn``, single examples are kept, which may differ in length. Otherwise, batches of
             tensors.
-        promise : Promise or loss, optional
-            By default the promise of this set from an earlier call, or else the keeper's. A loss alone takes
-            the other options of the keeper's promise.
+        promise : Promise, loss or float, optional
+            By default the promise of this set from an earlier call, or else the keeper's. A loss alone, or a
+            tolerance alone, takes the other options of the keeper's promise.
         name : hashable, optional
             Name of the set; a known name adds to that set. By default the first unused integer.
         collate : callable, optional
@@ -382,8 +382,9 @@ class Keeper(KeeperBase):
         Must update all trainable parameters of the model, and no other parameters. With several optimizers,
         such as Muon and AdamW, each part of a step is projected by itself; rows are computed once for all
         that step after the same backward pass, and losses are updated to first order in between.
-    promise : Promise or loss, optional
-        The promise about sets that are kept without their own; by default about ``model(**batch).loss``.
+    promise : Promise, loss or float, optional
+        The promise about sets that are kept without their own, or its tolerance; by default about
+        ``model(**batch).loss``.
     on : {"both", "gradient", "step"}, default "both"
         What is projected: the gradient before the step, as GEM does; the optimizer's step, in Adam's metric
         if it keeps second moments; or both. Only a projected step keeps a promise exactly, to first order,
@@ -435,7 +436,7 @@ class Keeper(KeeperBase):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        promise: Promise | Loss | None = None,
+        promise: Promise | Loss | float | None = None,
         *,
         on: On = "both",
         method: AnyMethod = "exact",
@@ -464,9 +465,9 @@ class CallbackBase(KeeperBase):
     def __init__(
         self,
         data: Any = None,
-        promise: Promise | Loss | None = None,
+        promise: Promise | Loss | float | None = None,
         *,
-        name: Hashable = None,
+        name: Hashable = "kept",
         collate: Collate | None = None,
         limit: int | None = None,
         hold_out: float = 0.0,

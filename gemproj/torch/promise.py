@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gemproj._checks import check_count, check_number
+from gemproj.torch._warn import warn
 from gemproj.torch.data import Batch, leaves_of, map_nested
-from gemproj.torch.losses import model_loss
+from gemproj.torch.losses import Distillation, model_loss
 from gemproj.torch.vector import mesh_of
 
 # Called as (model, batch) or (model, batch, outputs); returns the mean loss, or one loss per example.
@@ -93,6 +95,11 @@ class Promise:
             check_number(self.tolerance, "tolerance", 0.0)
             if self.equal:
                 raise ValueError("tolerance and equal exclude each other: an equality forbids any change.")
+            if self.tolerance > 1.0 and isinstance(self.loss, Distillation):
+                warn(
+                    f"A tolerance of {self.tolerance:g} nats is nearly no limit: the probability of what the "
+                    f"model said may fall to {math.exp(-self.tolerance):.1%}. For a fall by 5 %, pass 0.05."
+                )
         if self.repair != 1.0 and self.allowed is None:
             raise ValueError("repair is for a tolerance; without one, no step raises the loss.")
 
@@ -106,12 +113,16 @@ class Promise:
         return (self.examples, self.weight, self.allowed, self.repair, self.equal, self.penalty)
 
 
-def as_promise(given: Promise | Loss | None, default: Promise, name: str = "promise") -> Promise:
-    """Return a promise; a loss alone takes the other options of the default."""
+def as_promise(given: Promise | Loss | float | None, default: Promise, name: str = "promise") -> Promise:
+    """Return a promise; a loss or a tolerance alone takes the other options of the default."""
     if given is None or isinstance(given, Promise):
         return default if given is None else given
+    if isinstance(given, float):
+        return replace(default, tolerance=given)
     if not callable(given):
-        raise TypeError(f"{name} must be a Promise or a loss; found {type(given).__name__}.")
+        raise TypeError(
+            f"{name} must be a Promise, a loss, or a tolerance such as 0.05; found {type(given).__name__}."
+        )
     return replace(default, loss=given)
 
 
