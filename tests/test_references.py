@@ -1,5 +1,7 @@
 """Texts that a model writes itself, sets that are held out, and a teacher that stores nothing."""
 
+import math
+
 import pytest
 import torch
 
@@ -104,6 +106,11 @@ def test_hold_out():
     assert low < mean < high
     assert not keeper.report().kept
     assert "not kept" in repr(keeper.report())
+    keeper.keep(
+        [task(0, 2)], Promise(CrossEntropy(logits, labels=1), tolerance=0.1), name="two", hold_out=0.5
+    )
+    mean, low, high = keeper.report()["two"].held_out
+    assert (math.isfinite(mean), low, high) == (True, -math.inf, math.inf)  # one example has no interval
     with pytest.raises(ValueError, match="hold_out must be a share"):
         keeper.keep([batch], hold_out=1.5)
 

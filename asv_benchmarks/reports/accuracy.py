@@ -186,22 +186,24 @@ def picture(results: Results, solvers: list[str], path: Path) -> None:
     """
     rows = [[cells[solver] for solver in solvers] for cells in results.values()]
     errors = np.array([[cell.worst("error") for cell in row] for row in rows])
-    exact = sum(SOLVERS[solver].aim == "exact" for solver in solvers)  # set apart from the others
+    exact = sum(SOLVERS[solver].aim == "exact" for solver in solvers)
+    centers = np.arange(len(solvers)) + 0.5
+    centers[exact:] += 0.2  # set apart from the others
     powers = np.log10(np.clip(errors, 1e-16, 1.0))
     size = (2.2 + 0.42 * len(solvers), 1.9 + 0.27 * len(rows))
     figure, axes = plt.subplots(figsize=size, layout="constrained")
-    image = axes.pcolormesh(powers, cmap="OrRd", vmin=-16, vmax=0, edgecolors="w", linewidth=1.5)
+    look = {"cmap": "OrRd", "vmin": -16, "vmax": 0, "edgecolors": "w", "linewidth": 1.5}
+    for part in filter(len, (np.arange(exact), np.arange(exact, len(solvers)))):
+        edges = np.append(centers[part] - 0.5, centers[part[-1]] + 0.5), np.arange(len(rows) + 1)
+        image = axes.pcolormesh(*edges, powers[:, part], **look)
     axes.invert_yaxis()
-    axes.axvline(exact, color="w", linewidth=8)
     for (i, j), value in np.ndenumerate(powers):
         cell = rows[i][j]
         text = f"✗{cell.percent}" if cell.failed else f"{round(np.log10(max(cell.worst('error'), 1e-16)))}"
         weight, color = "bold" if cell.failed else "normal", "w" if value > -5 else "k"
-        axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", size=9, weight=weight, color=color)
+        axes.text(centers[j], i + 0.5, text, ha="center", va="center", size=9, weight=weight, color=color)
     names = [solver.removesuffix(", 100 steps") for solver in solvers]
-    axes.set_xticks(
-        np.arange(len(names)) + 0.5, names, rotation=45, ha="right", rotation_mode="anchor", size=9
-    )
+    axes.set_xticks(centers, names, rotation=45, ha="right", rotation_mode="anchor", size=9)
     axes.set_yticks(np.arange(len(rows)) + 0.5, list(results), size=9)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

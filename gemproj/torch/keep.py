@@ -110,9 +110,9 @@ def scored(
     sums = torch.stack([torch.ones_like(rise).sum(), rise.sum(), rise.square().sum(), kept.losses.sum()])
     total = topology.sum_shards if topology.collective else topology.sum_values
     n, first, second, before = total(sums.to(vector.device, wide_dtype(torch, vector.device))).tolist()
-    mean, spread = first / n, max(second / n - (first / n) ** 2, 0.0)
+    mean, spread = (before + first) / n, max(second / n - (first / n) ** 2, 0.0)
     half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf
-    return tuple(before / n + mean + way * half for way in (0.0, -1.0, 1.0))
+    return mean, mean - half, mean + half
 
 
 def _losses(
