@@ -140,6 +140,9 @@ def test_log_probabilities_of_a_few_classes(monkeypatch, numbers, some):
     twice = classes.flip(1)[:, [0, 1, 0]]  # a class may be asked for twice
     torch.testing.assert_close(chosen(logits, at, twice, 2.0), whole.gather(1, twice))
     assert torch.autograd.gradcheck(lambda z: chosen(z, at, twice, 2.0), logits)
+    one = torch.func.grad(lambda z: chosen(z, at, twice, 2.0).sin().sum())  # rows may share a pass by vmap
+    many = torch.stack([logits.detach(), 2 * logits.detach()])
+    torch.testing.assert_close(torch.func.vmap(one)(many), torch.stack(list(map(one, many))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

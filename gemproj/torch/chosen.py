@@ -46,6 +46,8 @@ def chosen(logits: Tensor, at: Tensor | None, classes: Tensor, temperature: floa
 class _Chosen(torch.autograd.Function):
     """Keeps one number per position for the derivative: the logarithm of the sum of exponentials."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         logits: Tensor, at: Tensor | None, classes: Tensor, temperature: float
