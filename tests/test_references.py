@@ -108,23 +108,34 @@ def test_hold_out():
         keeper.keep([batch], hold_out=1.5)
 
 
-def test_interval():
-    """In 95 of 100 draws, the interval has the mean of all examples."""
-    inside = 0
-    for seed in range(200):
-        model = perceptron(seed=1)
-        keeper = Keeper(model, sgd(model.parameters()))
-        keeper.keep([task(seed, 40)], CrossEntropy(logits, labels=1), name="old", hold_out=0.5)
-        with torch.no_grad():
-            model[2].bias.add_(torch.tensor([1.0, 0.0, -1.0]))
-        x, y = task(10**6, 4000)
-        many = torch.nn.functional.cross_entropy(model(x), y) - torch.nn.functional.cross_entropy(
-            model(x) - torch.tensor([1.0, 0.0, -1.0]), y
-        )
-        held = keeper.sets["old"].held
-        _, low, high = (a - float(held.losses.mean()) for a in keeper.report()["old"].held_out)
-        inside += low <= float(many.detach()) <= high
-    assert 180 <= inside <= 199
+@pytest.mark.parametrize("n", [5, 10, 40])
+def test_interval(n):
+    """Student's, of the mean difference from the losses when kept; of one example nothing is known."""
+    stats = pytest.importorskip("scipy.stats")
+    model = perceptron()
+    keeper = Keeper(model, sgd(model.parameters()))
+    for name, some in (("old", 2 * n), ("one", 2)):
+        keeper.keep([task(0, some)], CrossEntropy(logits, labels=1), name=name, hold_out=0.5)
+    held = keeper.sets["old"].held
+    with torch.no_grad():
+        model[2].bias.add_(torch.tensor([1.0, 0.0, -1.0]))
+        x, y = held.examples
+        rise = torch.nn.functional.cross_entropy(model(x), y, reduction="none") - held.losses
+    mean, low, high = keeper.report()["old"].held_out
+    assert mean == pytest.approx(float((held.losses + rise).mean()))
+    half = stats.t.ppf(0.975, n - 1) * float(rise.std()) / n**0.5
+    assert [mean - low, high - mean] == pytest.approx([half, half], rel=0.02)  # of an expansion
+    assert keeper.report()["one"].held_out[1:] == (-float("inf"), float("inf"))
+
+
+def test_held_out_examples_of_more_are_added_to_those_at_hand():
+    model = perceptron()
+    keeper = Keeper(model, sgd(model.parameters()), CrossEntropy(logits, labels=1))
+    for seed, share, held in ((0, 0.0, 0), (1, 0.25, 5), (2, 0.25, 10), (3, 0.0, 10)):
+        keeper.keep([task(seed, 20)], name="old", hold_out=share)
+        one = keeper.sets["old"]
+        assert (len(one), 0 if one.held is None else len(one.held)) == (20 * (seed + 1) - held, held)
+        assert (keeper.report()["old"].held_out is None) == (held == 0)
 
 
 def test_held_out_examples_resume(tmp_path):
