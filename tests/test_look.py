@@ -279,8 +279,8 @@ def test_what_a_look_learns_from_the_error_of_its_forecast(loss, way, safety, no
 
 
 def test_a_row_is_due_before_a_step_in_which_its_loss_may_pass_the_bound():
-    for loss, rise, safety, due in ((0.5, 0.24, 1.0, False), (0.5, 0.26, 1.0, True), (0.5, 0.24, 1.1, True)):
-        assert begun([loss], rise=rise, way=9.0, safety=safety)[2] == [due]
+    for rise, safety, due in ((0.24, 1.0, False), (0.26, 1.0, True), (0.24, 1.1, True)):
+        assert begun([0.5], rise=rise, way=9.0, safety=safety)[2] == [due]
 
 
 def test_what_is_known_of_a_row_stays_when_other_sets_come():

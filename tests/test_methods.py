@@ -189,7 +189,9 @@ def test_a_batch_is_its_problems_one_by_one(method, t, xp, rng):
                 assert_close(X[i], project(*problem, **one), atol=accuracy)
 
 
-@pytest.mark.parametrize("method", [*METHODS.values(), PGD(normalize=False), FISTA(normalize=False)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [*METHODS.values(), PGD(normalize=False), FISTA(normalize=False)], ids=repr
+)
 def test_a_row_of_norm_zero_allows_for_nothing(method, xp, rng):
     """A negative h of such a row changes no x, also where a method adds the rows up."""
     skip_without(method)
