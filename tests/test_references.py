@@ -128,6 +128,36 @@ def test_interval(n):
     assert keeper.report()["one"].held_out[1:] == (-float("inf"), float("inf"))
 
 
+def test_a_held_out_loss_may_be_above_its_bound_by_its_interval_where_there_is_no_tolerance():
+    seen = []
+    for tolerance in (None, 0.01):
+        for step in ([0.2, 0.0, -0.2], [-0.2, 0.0, 0.2], [0.2, -0.2, 0.0], [-0.2, 0.2, 0.0], [4.0, 0.0, 0.0]):
+            model = perceptron()
+            keeper = Keeper(model, sgd(model.parameters()))
+            promise = Promise(CrossEntropy(logits, labels=1), tolerance=tolerance)
+            keeper.keep([task(0, 40)], promise, name="old", hold_out=0.5)
+            with torch.no_grad():
+                model[2].bias.add_(torch.tensor(step))
+            line = keeper.report()["old"]
+            mean, low, _ = line.held_out
+            assert line.kept == ((mean if tolerance else low) <= line.held_bound)
+            seen.append((line.kept, mean > line.held_bound))
+    assert {(True, True), (False, True), (True, False)} <= set(seen[:5])
+    assert (True, True) not in seen[5:]
+
+
+def test_an_interval_of_examples_that_have_moved_alike_is_a_point():
+    """To rounding, which must not become the root of a negative number."""
+    for n in range(3, 20):
+        model = torch.nn.Linear(1, 1).double()
+        keeper = Keeper(model, sgd(model.parameters()), lambda m, x: m.bias + 0.0 * x[:, 0])
+        keeper.keep([torch.ones(2 * n, 1).double()], hold_out=0.5)
+        with torch.no_grad():
+            model.bias.add_(0.1)
+        mean, low, high = keeper.report()[0].held_out
+        assert [low, high] == pytest.approx([mean, mean], abs=1e-7)
+
+
 def test_held_out_examples_of_more_are_added_to_those_at_hand():
     model = perceptron()
     keeper = Keeper(model, sgd(model.parameters()), CrossEntropy(logits, labels=1))
