@@ -281,7 +281,6 @@ def test_stored_losses_that_depend_on_the_batch_are_told():
     # No warning if all are used in each step, or each one alone; warnings are errors here.
     keeper.keep([task(0)], Promise(contrastive, tolerance=0.0, examples=None), name="all")
     keeper.keep([task(0)], Promise(EACH, tolerance=0.0, examples=4), name="apart")
-    keeper.keep([task(0, 1)], Promise(EACH, tolerance=0.0, examples=4), name="one")
 
 
 # --- what a run says ----------------------------------------------------------------------------

@@ -217,17 +217,19 @@ def test_one_line(tmp_path, monkeypatch):
     new = [{"input_ids": (x := torch.randint(2, 20, (8,))), "labels": x} for _ in range(16)]
     args = transformers.TrainingArguments(
         str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, report_to="none", use_cpu=True,
-        logging_steps=2, disable_tqdm=True,
+        logging_steps=2, disable_tqdm=True, eval_strategy="steps", eval_steps=2,
     )  # fmt: skip
     callback = integration.KeeperCallback()
     trainer = transformers.Trainer(
-        model, args, train_dataset=new, processing_class=words, callbacks=[callback],
+        model, args, train_dataset=new, eval_dataset=new[:4], processing_class=words, callbacks=[callback],
         data_collator=transformers.default_data_collator,
     )  # fmt: skip
     said = trainer.train().metrics
     kept = callback.sets["references"]
     assert (len(kept), len(kept.held), kept.promise.allowed) == (8, 2, 0.05)
     assert said["keep/references/held_out_low"] <= said["keep/references/held_out"] < 0.05
+    evaluated = [log for log in trainer.state.log_history if "eval_loss" in log]
+    assert ["keep/references/held_out" in log for log in evaluated] == [True, True]
     assert callback.report().kept
     assert list((tmp_path / "gemproj").glob("references-*.json"))
 
