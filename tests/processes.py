@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import re
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ NEEDED = {"checks_accelerate": ["accelerate"]}
 NEEDED["checks_frameworks"] = ["lightning", "transformers", "mnist1d"]
 NEEDED["checks_zero"] = ["deepspeed", "accelerate", "transformers"]
 MODULES[2] += [module for module, needed in NEEDED.items() if all(map(importlib.util.find_spec, needed))]
+CHECK = re.compile(r"(?m)^@check\((.*)\)\ndef (\w+)")
 # What is imported when it is first used, in each process, unless it is there.
 LATER = ["torch._dynamo", "accelerate", "transformers.trainer", "lightning.pytorch"]
 LATER += ["deepspeed.runtime.zero.muon.muon_optimizer"]
@@ -47,10 +49,17 @@ def check(*worlds):
 
 
 def names(world):
-    """Return the names of the checks for so many processes."""
-    for module in MODULES[world]:
+    """Return the names of the checks for so many processes; nothing is imported, which takes seconds."""
+    texts = {module: Path(__file__).with_name(f"{module}.py").read_text() for module in MODULES[world]}
+    found = [(module, *one) for module, text in texts.items() for one in CHECK.findall(text)]
+    kinds = ((module.removeprefix("checks_"), *one) for module, *one in found)
+    return [f"{kind}: {name}-{world}" for kind, worlds, name in kinds if str(world) in worlds]
+
+
+def register_all():
+    """Import all checks."""
+    for module in MODULES[2]:
         importlib.import_module(module)
-    return [name for name in CHECKS if name.endswith(f"-{world}")]
 
 
 def run_all(folder):
@@ -69,8 +78,7 @@ def run_all(folder):
 def _start(_, folder):
     """Import and compile once what all processes need, where they can be forked, and wait for their end."""
     torch.set_num_threads(1)
-    for world in MODULES:
-        names(world)
+    register_all()
     for name in LATER:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -93,6 +101,7 @@ def _start(_, folder):
 
 def _process(rank, folder, barriers):
     torch.set_num_threads(1)
+    register_all()
     # Where the Trainer and the Accelerator of another test leave their options, for all that are made later.
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]

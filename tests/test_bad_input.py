@@ -281,7 +281,9 @@ def test_rows_and_gradients_below_1e140_count_as_zero(host, size):
         sol, x = solve_dual(host.array(G), host.array(g)), host.project(G, g)
         assert_close(x, project(kept, g), atol=1e-15)
         assert float(np.max(host.numpy(sol.kkt_residual()))) < 1e-15
-    np.testing.assert_array_equal(host.project(rows, size * vector), size * vector)
+    for columns in (1, 2):  # no more of them than rows, or more
+        G, g = np.tile(rows, columns), size * np.tile(vector, columns)
+        np.testing.assert_array_equal(host.project(G, g), g)
     with pytest.raises(ValueError, match=r"h is infeasible.*row 1"):
         host.project(tiny, vector, h=host.array([0.0, 1.0]))
 

@@ -28,14 +28,10 @@ def one_block(G, g):  # not one array: (t, 5, d) would be a batch
     return project([G * 1.0], [g * 1.0], metric=metric, warm_start=start)[0]
 
 
-def named(G, g):
-    x = project({"a": G[:, :2], "b": G[:, 2:]}, {"a": g[:2], "b": g[2:]})
-    return torch.cat([x["a"], x["b"]])
-
-
-def lists(G, g):  # whose numbers are not rounded
+def named(G, g):  # with lists of numbers, which are not rounded
     options = {"h": [-0.1, -0.2, -0.3], "margin": [0.1, 0.2, 0.3], "equality": [False, True, False]}
-    return project(G[:, 0], g[0], **options)
+    x = project({"a": G[:, :2], "b": G[:, 2:]}, {"a": g[:2], "b": g[2:]}, **options)
+    return torch.cat([x["a"], x["b"]])
 
 
 def written(G, g):
@@ -44,7 +40,7 @@ def written(G, g):
     return x
 
 
-CALLS = [flat(penalty=0.2, equality=True), one_block, named, lists, written]
+CALLS = [flat(penalty=0.2, equality=True), one_block, named, written]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import KINDS, arbitrary, assert_close, draw, known, rational_projection
 
@@ -48,6 +48,7 @@ def test_every_size_and_family(kind, t, rng):
         assert relative(combine(problem.G, problem.g, sol.multipliers) - problem.x, problem.g) < 1e-9
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(arbitrary(), st.floats(1e-8, 1e8), st.randoms(use_true_random=False))
 def test_what_defines_a_projection_onto_a_cone(xp, problem, factor, random):
     G, g = problem

@@ -64,6 +64,17 @@ def test_contradictions_of_many_rows(t, d, rng):
         project(rng.standard_normal((t, d)), np.zeros(d), h=rng.uniform(0.2, 1.0, t))
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_contradiction_is_one_beyond_the_rounding_of_the_coordinates(scale):
+    """Of x >= 1 and x <= 1 - gap. K has half of the digits of G; within the rounding, x is what comes closest."""
+    G, g = np.array([[1.0, 0, 0], [-1, 0, 0]]), np.zeros(3)
+    for gap, by_K, by_G in ((1e-5, True, True), (1e-7, False, True), (1e-10, False, False)):
+        for solve, given, refused in ((solve_gram, gram(G, g), by_K), (solve_dual, (G, g), by_G)):
+            with pytest.raises(ValueError, match="rows 0, 1 at once") if refused else nullcontext():
+                sol = solve(*given, h=scale * np.array([1.0, gap - 1.0]))
+                assert float(sol.kkt_residual()) < 1.01 * gap
+
+
 def test_small_integers_as_exact_arithmetic_says():
     rng, said = np.random.default_rng(7), []
     for _ in range(80):
@@ -92,19 +103,23 @@ def test_nearly_dependent_rows_are_not_refused():
         np.testing.assert_allclose(x, [1.0, length], rtol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "autograd"])
+@pytest.mark.parametrize("kind", ["numpy", "autograd", "equality from below", "equality from above"])
 def test_an_answer_that_misses_its_conditions_is_one_warning(kind):
     """These rows meet at a distance of 1e12, of which float64 has four digits less than x needs.
 
-    The warning is about the caller's line.
+    The warning is about the caller's line. It is not about rows with a penalty.
     """
     G, g, h = np.array([[0.6, 0.8], [-0.6, -0.8 + 1e-12]]), np.array([-1.0, 0.5]), np.array([1.0, -0.3])
+    options = {}
+    if kind.startswith("equality"):
+        options = {"equality": np.array([True, False]), "penalty": np.array([np.inf, 1e30])}
+        G[0], h[0] = (G[0], h[0]) if "below" in kind else (-G[0], -h[0])
     if kind == "autograd":
         torch = pytest.importorskip("torch")
         G, g, h = torch.tensor(G, requires_grad=True), torch.tensor(g), torch.tensor(h)
 
     def run():
-        x = project(G, g, h=h)
+        x = project(G, g, h=h, **options)
         if kind == "autograd":
             x.sum().backward()
 
@@ -233,3 +248,6 @@ def test_the_size_of_a_problem_is_at_most_what_its_soft_rows_can_ask_for(host):
     sol = solve_dual(host.array(G), host.array(g), h=host.array([1.9e-7, -1.0, 6.6e5]), **options)
     assert float(sol.size()) == 1.9e-7
     assert bool(sol.optimal)
+    # Of a penalty the margin takes its part: what is left moves x by a quarter.
+    G, options = np.array([[1.0, 0.0]]), {"h": host.array([1e9]), "margin": 1.0, "penalty": 1.25}
+    assert float(solve_dual(host.array(G), host.array([-1.0, 0.0]), **options).size()) == 0.25

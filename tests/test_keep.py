@@ -221,6 +221,17 @@ def test_an_example_whose_loss_is_not_finite_is_named(promise, value):
     assert keeper.sets == {}
 
 
+def test_the_number_of_an_example_counts_those_that_were_left_out():
+    x, y = task(0)
+    y[:2], x[5] = -100, torch.nan
+    keeper = begin(EACH)[2]
+    with (
+        pytest.warns(UserWarning, match="2 of 12 examples"),
+        pytest.raises(ValueError, match=r"The loss of example 5 of"),
+    ):
+        keeper.keep([(x, y)])
+
+
 def interrupted():
     yield task(1)
     raise KeyboardInterrupt
@@ -345,6 +356,7 @@ def test_a_report_has_what_can_be_measured_from_outside():
         found = (line.stored, line.now, line.worst, line.bound)
         expected = (before[name], losses[-1], max(losses), before[name] + 0.01)
         assert found == pytest.approx(expected, rel=1e-9)
+        assert line.excess == pytest.approx(max(losses) - before[name] - 0.01, abs=1e-9)
         assert line.broke == pytest.approx(sum(n > before[name] + 0.01 + 1e-6 for n in losses) / 8)
         assert [loss for _, loss, _ in keeper.history.points()[name]] == pytest.approx(losses, rel=1e-9)
     keeper.forget("a")
@@ -363,6 +375,34 @@ def test_a_report_is_drawn():
     axes = keeper.report().plot()
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["general"]
     assert len(axes.lines) == 2  # the loss and its bound
+
+
+def test_a_loss_at_its_bound_to_rounding_is_kept_and_earlier_sets_do_not_count():
+    model, optimizer, keeper = begin(EACH, tolerance=0.01)
+    keeper.keep([task(1)], name="a")
+    take(model, optimizer, rival(task(1)))
+    line = keeper.report()["a"]
+    for above, kept in ((5e-7, True), (5e-6, False)):
+        keeper.history.lines["a"].now = line.stored + 0.01 + above
+        assert keeper.report().kept == keeper.report()["a"].kept == kept
+    for _ in range(3):
+        keeper.forget("a")
+        keeper.keep([task(1)], name="a")
+        take(model, optimizer, rival(task(1)))
+    assert list(keeper.report()) == ["a", "a (earlier)", "a (earlier)'", "a (earlier)''"]
+    assert keeper.report().kept
+
+
+def test_a_state_takes_the_place_of_all_statistics():
+    model, optimizer, keeper = begin(EACH, tolerance=0.01)
+    keeper.keep([task(1)], name="a")
+    state = keeper.state_dict()
+    for _ in range(2):
+        take(model, optimizer, rival(task(1)))
+    keeper.load_state_dict(state)
+    assert keeper.logs() == {}
+    assert keeper.history.points() == {}
+    assert keeper.report()["a"].steps == 0
 
 
 def test_a_history_stays_small():

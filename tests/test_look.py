@@ -1,5 +1,7 @@
 """When rows are computed: a step of ``look="auto"`` needs none while no loss is forecast to pass its bound."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,6 +10,7 @@ from models import EACH, SAID, flat, loss, perceptron, rival, task, through_a_fi
 from torch import nn  # noqa: E402
 
 from gemproj.torch import Keeper, Promise  # noqa: E402
+from gemproj.torch.forecast import Forecast  # noqa: E402
 
 MOST = 64  # steps between two looks
 
@@ -213,23 +216,81 @@ class Quadratic:
 
 
 def test_the_forecast_of_a_quadratic_loss_along_a_line_is_exact():
-    """The weight moves by .01 in each step, so that the loss is that number squared."""
+    """The weight moves by .01 in each step, so that the loss is that number squared.
+
+    No step ends farther from the last look than that was from where the loss was stored.
+    """
     model = nn.Linear(4, 1, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     keeper = Keeper(model, optimizer, Promise(Quadratic(), tolerance=0.09), look="auto")
     start, way = model.weight.detach().clone(), torch.tensor([[0.6, 0.0, -0.8, 0.0]], dtype=torch.float64)
     keeper.keep([torch.ones(3, 4, dtype=torch.float64)])
-    forecasts = 0
+    forecasts, last = 0, 0
     for step in range(40):
         model.weight.grad = -0.01 * way
         now = float((model.weight.detach() - start).square().sum())
         looked = keeper.report()[0].looks
         optimizer.step()
-        if step > 1 and keeper.report()[0].looks == looked:
+        if keeper.report()[0].looks > looked:
+            last = step
+        else:
             assert float(keeper.rows.losses) == pytest.approx(now, rel=1e-9)
+            assert step < 2 * last
             forecasts += 1
     assert forecasts > 10
     assert float((model.weight.detach() - start).norm()) == pytest.approx(0.3, rel=1e-6)
+
+
+def begun(losses, names="a", rise=0.01, **known):
+    """Return a forecast of these losses, of whose last look this is known, and rows in a step.
+
+    Each step has length .1 and raises each loss by `rise` to first order.
+    """
+    losses, square = torch.tensor(losses, dtype=torch.float64), torch.tensor(0.01, dtype=torch.float64)
+    cpu, alone = torch.device("cpu"), SimpleNamespace(world=1)
+    vector = SimpleNamespace(device=cpu, topology=alone, read_step=lambda: None)
+    rows = SimpleNamespace(
+        names=list(names), losses=losses, stored=0.0 * losses, vector=vector,
+        products=lambda step: (square, torch.full_like(losses, -rise)),
+    )  # fmt: skip
+    forecast, none = Forecast(), 0.0 * losses
+    numbers = [losses, none + known["way"], none + known["safety"], none, none, none]
+    forecast.load_state_dict({"names": rows.names, "known": torch.stack(numbers)})
+    return forecast, rows, forecast.due(rows, SimpleNamespace(tolerance=1.0, weight=None), False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "way", "safety", "now", "found", "then"),
+    [
+        (0.2, 0.0, 1.5, 0.21, 0.42, (0.42, 2.0)),  # twice as much, where no curvature is known
+        (0.4, 0.1, 2.0, 0.81, 0.61, (0.71, 1.9)),  # between the forecast and what is drawn
+        (0.4, 0.1, 2.0, 0.81, 99.0, (49.905, 4.0)),
+        (-0.5, 0.1, 1.5, -0.49, -0.4, (-0.445, 1.45)),  # which has no curvature
+        (0.0, 0.0, 3.0, 0.01, 0.12, (0.12, 2.8)),  # less than a tenth of the tolerance counts as that
+    ],
+)
+def test_what_a_look_learns_from_the_error_of_its_forecast(loss, way, safety, now, found, then):
+    """The loss and the safety then; of what is above one, nine tenths of the safety are left."""
+    forecast, rows, _ = begun([loss], way=way, safety=safety)
+    assert float(rows.losses) == pytest.approx(now)
+    rows.losses[0] = found
+    forecast.take(rows, [True], 1.0)
+    assert forecast.known[:, 0].tolist() == pytest.approx([then[0], way + 0.1, then[1], 0, 0, 0])
+
+
+def test_a_row_is_due_before_a_step_in_which_its_loss_may_pass_the_bound():
+    for rise, safety, due in ((0.24, 1.0, False), (0.26, 1.0, True), (0.24, 1.1, True)):
+        assert begun([0.5], rise=rise, way=9.0, safety=safety)[2] == [due]
+
+
+def test_what_is_known_of_a_row_stays_when_other_sets_come():
+    forecast, rows, _ = begun([0.5], way=0.4, safety=3.0)
+    forecast.take(rows, [False], 1.0)
+    rows.names, rows.losses, rows.stored = ["b", "a"], torch.tensor([0.1, 0.6]).double(), torch.zeros(2)
+    forecast.take(rows, None, 1.0)
+    new, old = forecast.known.T.tolist()
+    assert new == pytest.approx([0.1, 0.0, 1.5, 0, 0, 0])
+    assert old == pytest.approx([0.6, 0.5, 3.0, 0, 0, 0])
 
 
 # --- to the same step ----------------------------------------------------------------------------

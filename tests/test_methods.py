@@ -103,6 +103,24 @@ def test_pgd_is_algorithm_1_of_the_paper(rng):
     assert sol.iterations == 3
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_fista_is_the_published_iteration(restart, rng):
+    """With restarts: where the last move points uphill, the next one begins with the momentum of the first."""
+    G, g = rng.standard_normal((4, 9)) + 1.0, rng.standard_normal(9) - 1.0
+    K, b = G @ G.T, G @ g
+    lam = y = np.zeros(4)
+    momentum, restarts = 1.0, 0
+    for _ in range(25):
+        before, lam = lam, np.maximum(0.0, y - (K @ y + b) / largest_eigenvalue_bound(K))
+        if restart and (y - lam) @ (lam - before) > 0:
+            y, momentum, restarts = lam, 1.0, restarts + 1
+        else:
+            faster = (1.0 + np.sqrt(1.0 + 4.0 * momentum**2)) / 2.0
+            y, momentum = lam + (momentum - 1.0) / faster * (lam - before), faster
+    assert restarts > 1 or not restart
+    assert_close(FISTA(steps=25, restart=restart, normalize=False)(K, b), lam, atol=1e-12)
+
+
 def test_fista_restart_reaches_the_solution_sooner(rng):
     G, g = rng.standard_normal((8, 20)), rng.standard_normal(20)
     G += 3 * rng.standard_normal(20)  # nearly parallel rows
@@ -169,6 +187,19 @@ def test_a_batch_is_its_problems_one_by_one(method, t, xp, rng):
             if isinstance(method, (Quadprog, OSQP)):
                 accuracy = 1e-10 if isinstance(method, Quadprog) else 1e-6
                 assert_close(X[i], project(*problem, **one), atol=accuracy)
+
+
+@pytest.mark.parametrize(
+    "method", [*METHODS.values(), PGD(normalize=False), FISTA(normalize=False)], ids=repr
+)
+def test_a_row_of_norm_zero_allows_for_nothing(method, xp, rng):
+    """A negative h of such a row changes no x, also where a method adds the rows up."""
+    skip_without(method)
+    G, h = rng.standard_normal((3, 9)), np.array([0.1, -0.1, -99.0])
+    G[2], g = 0.0, -G.sum(0)
+    if "h" in method.accepts:
+        x = xp.project(G, g, h=xp.array(h), method=method)
+        assert_close(x, project(G[:2], g, h=h[:2], method=method), atol=1e-12)
 
 
 def test_nicknames_are_default_objects():

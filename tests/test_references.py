@@ -115,23 +115,64 @@ def test_hold_out():
         keeper.keep([batch], hold_out=1.5)
 
 
-def test_interval():
-    """In 95 of 100 draws, the interval has the mean of all examples."""
-    inside = 0
-    for seed in range(200):
-        model = perceptron(seed=1)
-        keeper = Keeper(model, sgd(model.parameters()))
-        keeper.keep([task(seed, 40)], CrossEntropy(logits, labels=1), name="old", hold_out=0.5)
+@pytest.mark.parametrize("n", [5, 10, 40])
+def test_interval(n):
+    """Student's, of the mean difference from the losses when kept; of one example nothing is known."""
+    stats = pytest.importorskip("scipy.stats")
+    model = perceptron()
+    keeper = Keeper(model, sgd(model.parameters()))
+    for name, some in (("old", 2 * n), ("one", 2)):
+        keeper.keep([task(0, some)], CrossEntropy(logits, labels=1), name=name, hold_out=0.5)
+    held = keeper.sets["old"].held
+    with torch.no_grad():
+        model[2].bias.add_(torch.tensor([1.0, 0.0, -1.0]))
+        x, y = held.examples
+        rise = torch.nn.functional.cross_entropy(model(x), y, reduction="none") - held.losses
+    mean, low, high = keeper.report()["old"].held_out
+    assert mean == pytest.approx(float((held.losses + rise).mean()))
+    half = stats.t.ppf(0.975, n - 1) * float(rise.std()) / n**0.5
+    assert [mean - low, high - mean] == pytest.approx([half, half], rel=0.02)  # of an expansion
+    assert keeper.report()["one"].held_out[1:] == (-float("inf"), float("inf"))
+
+
+def test_a_held_out_loss_may_be_above_its_bound_by_its_interval_where_there_is_no_tolerance():
+    seen = []
+    for tolerance in (None, 0.01):
+        for step in ([0.2, 0.0, -0.2], [-0.2, 0.0, 0.2], [0.2, -0.2, 0.0], [-0.2, 0.2, 0.0], [4.0, 0.0, 0.0]):
+            model = perceptron()
+            keeper = Keeper(model, sgd(model.parameters()))
+            promise = Promise(CrossEntropy(logits, labels=1), tolerance=tolerance)
+            keeper.keep([task(0, 40)], promise, name="old", hold_out=0.5)
+            with torch.no_grad():
+                model[2].bias.add_(torch.tensor(step))
+            line = keeper.report()["old"]
+            mean, low, _ = line.held_out
+            assert line.kept == ((mean if tolerance else low) <= line.held_bound)
+            seen.append((line.kept, mean > line.held_bound))
+    assert {(True, True), (False, True), (True, False)} <= set(seen[:5])
+    assert (True, True) not in seen[5:]
+
+
+def test_an_interval_of_examples_that_have_moved_alike_is_a_point():
+    """To rounding, which must not become the root of a negative number."""
+    for n in range(3, 20):
+        model = torch.nn.Linear(1, 1).double()
+        keeper = Keeper(model, sgd(model.parameters()), lambda m, x: m.bias + 0.0 * x[:, 0])
+        keeper.keep([torch.ones(2 * n, 1).double()], hold_out=0.5)
         with torch.no_grad():
-            model[2].bias.add_(torch.tensor([1.0, 0.0, -1.0]))
-        x, y = task(10**6, 4000)
-        many = torch.nn.functional.cross_entropy(model(x), y) - torch.nn.functional.cross_entropy(
-            model(x) - torch.tensor([1.0, 0.0, -1.0]), y
-        )
-        held = keeper.sets["old"].held
-        _, low, high = (a - float(held.losses.mean()) for a in keeper.report()["old"].held_out)
-        inside += low <= float(many.detach()) <= high
-    assert 180 <= inside <= 199
+            model.bias.add_(0.1)
+        mean, low, high = keeper.report()[0].held_out
+        assert [low, high] == pytest.approx([mean, mean], abs=1e-7)
+
+
+def test_held_out_examples_of_more_are_added_to_those_at_hand():
+    model = perceptron()
+    keeper = Keeper(model, sgd(model.parameters()), CrossEntropy(logits, labels=1))
+    for seed, share, held in ((0, 0.0, 0), (1, 0.25, 5), (2, 0.25, 10), (3, 0.0, 10)):
+        keeper.keep([task(seed, 20)], name="old", hold_out=share)
+        one = keeper.sets["old"]
+        assert (len(one), 0 if one.held is None else len(one.held)) == (20 * (seed + 1) - held, held)
+        assert (keeper.report()["old"].held_out is None) == (held == 0)
 
 
 def test_held_out_examples_resume(tmp_path):
@@ -183,17 +224,19 @@ def test_one_line(tmp_path, monkeypatch):
     new = [{"input_ids": (x := torch.randint(2, 20, (8,))), "labels": x} for _ in range(16)]
     args = transformers.TrainingArguments(
         str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, report_to="none", use_cpu=True,
-        logging_steps=2, disable_tqdm=True,
+        logging_steps=2, disable_tqdm=True, eval_strategy="steps", eval_steps=2,
     )  # fmt: skip
     callback = integration.KeeperCallback()
     trainer = transformers.Trainer(
-        model, args, train_dataset=new, processing_class=words, callbacks=[callback],
+        model, args, train_dataset=new, eval_dataset=new[:4], processing_class=words, callbacks=[callback],
         data_collator=transformers.default_data_collator,
     )  # fmt: skip
     said = trainer.train().metrics
     kept = callback.sets["references"]
     assert (len(kept), len(kept.held), kept.promise.allowed) == (8, 2, 0.05)
     assert said["keep/references/held_out_low"] <= said["keep/references/held_out"] < 0.05
+    evaluated = [log for log in trainer.state.log_history if "eval_loss" in log]
+    assert ["keep/references/held_out" in log for log in evaluated] == [True, True]
     assert callback.report().kept
     assert "references, 2 held out: " in repr(callback.report())
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):

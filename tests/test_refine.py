@@ -122,6 +122,11 @@ def test_refined_problems_of_a_batch_stay_apart(host, options, rng):
     assert np.all(host.numpy(sol.kkt_residual()) < 1e-6)
     for i in range(5):
         np.testing.assert_array_equal(host.project(G[i], g[i], **options), x[i])
+    # Each with the rounding of its own rows, also where all of them have lost digits.
+    for i, tilt in enumerate((1e-3, 1e-5, 1e-6, 1e-7, 1e-4)):
+        G[i, :2], g[i] = against_the_tilt(rng, tilt, 9)
+    for i, x in enumerate(host.project(G, g, **options)):
+        np.testing.assert_array_equal(host.project(G[i], g[i], **options), x)
 
 
 def test_refinement_with_a_metric_and_blocks(host, rng):

@@ -14,6 +14,7 @@ from models import (  # noqa: E402
     begin,
     cosines,
     flat,
+    gradient,
     half_loss,
     loss,
     moved,
@@ -170,6 +171,19 @@ def test_gradients_of_any_optimizer_are_projected_and_steps_of_most(make):
     torch.testing.assert_close(keeper.last.square, step.square().sum().reshape(1))
     with pytest.raises(ValueError, match=r"cannot be projected.*on='gradient'"):
         begin(make=make, on="both")
+
+
+@pytest.mark.parametrize("options", [{"weight": 0.5}, {"penalty": 0.02}, {"weight": 0.01, "penalty": 0.02}])
+def test_clipping_makes_a_step_shorter_and_turns_it_not(options):
+    """Weights and penalties of a step act on what is left of the gradient."""
+    found = []
+    for most in (torch.inf, 1e-3):
+        model, optimizer, keeper = start(sgd, on="step", **options)
+        norm = float(gradient(model).norm())
+        keeper.clip_grad_norm_(most)
+        found.append(moved(model, optimizer.step))
+        assert keeper.last.num_violated
+    torch.testing.assert_close(found[1], found[0] * 1e-3 / (norm + 1e-6))
 
 
 # --- steps that are refused, undone or taken again ------------------------------------------------

@@ -5,6 +5,7 @@ What holds in every framework is in test_frameworks.py.
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from gemproj.integrations.transformers import KeeperCallback  # noqa: E402
+from gemproj.integrations.transformers import KeeperCallback, _Examples  # noqa: E402
 from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 
@@ -131,6 +132,21 @@ def test_a_checkpoint_elsewhere_is_named_by_the_caller(named, tmp_path):
             trainer.train(resume_from_checkpoint=str(whole.folder / "checkpoint-3"))
 
 
+def test_a_state_is_written_beside_an_optimizers_state_only(tmp_path):
+    """Not beside a model alone, nor in a search, which has folders of its own."""
+    driver = Transformers(tmp_path)
+    driver.keep(batches(0)[:1])
+    driver.train(batches(1), save=True)
+    args, state = driver.now.args, driver.now.state
+    for where, name in ((args, "save_only_model"), (state, "is_hyper_param_search"), (args, "other")):
+        for file in tmp_path.glob("*/keeper*"):
+            file.unlink()
+        setattr(where, name, True)
+        driver.keeper.on_save(args, state, None)
+        assert len([*tmp_path.glob("*/keeper*")]) == (name == "other")
+        setattr(where, name, False)
+
+
 def test_steps_out_of_sight_are_reported(tmp_path):
     class Elsewhere(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -216,6 +232,37 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
     for wrong, text in (("red", "one text"), ([{"role": "user", "content": "red"}], "one conversation")):
         with pytest.raises(TypeError, match=text):
             kept_by(wrong, tmp_path / "wrong")
+
+
+def test_texts_end_with_special_tokens_and_templates_write_their_own():
+    """Both are cut to what the training or the model allows, whichever is said."""
+    processors = pytest.importorskip("tokenizers").processors
+    words, model = tokenizer(WORDS), language_model()
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <end>", special_tokens=[("<end>", 1)]
+    )
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    talk = [{"role": "user", "content": "red green blue"}]
+    for most, allowed, ended, plain in (
+        (99, None, [2, 3, 4, 1], [2, 3, 4]),
+        (3, None, [2, 3, 1], [2, 3, 4]),
+        (99, 2, [2, 1], [2, 3]),
+    ):
+        words.model_max_length = most
+        args = SimpleNamespace(max_length=allowed, label_names=None, remove_unused_columns=True)
+        examples, _ = _Examples(model, words, args, None).of(["red green blue"])
+        talks, _ = _Examples(model, words, args, None).of([talk])
+        found = [one["input_ids"] for (one,) in (some[0].values() for some in (examples, talks))]
+        assert found == [ended, plain]
+
+
+def test_columns_that_the_model_does_not_take_are_left_out_as_in_training():
+    """Also of a model with adapters, whose forward pass takes anything."""
+    model, loader = adapted(language_model(), target_modules=["q_proj"]), DataLoader([0], collate_fn=list)
+    for removes, left in ((True, {"input_ids"}), (False, {"input_ids", "extra"})):
+        args = SimpleNamespace(max_length=None, label_names=None, remove_unused_columns=removes)
+        data, _ = _Examples(model, None, args, loader).of([{"input_ids": [2, 3], "extra": 1}])
+        assert data[0].keys() == left
 
 
 @pytest.mark.parametrize("kind", ["llama", "bart"])
