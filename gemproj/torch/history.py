@@ -374,7 +374,7 @@ class Report(dict[Any, Line]):
 
     @property
     def kept(self) -> bool:  # noqa: D102
-        return all(line.kept for line in self.values() if line.examples)
+        return all(line.kept for line in self.values())
 
     def __init__(
         self, lines: Iterable[Line], points: Mapping[Any, Sequence[tuple[int, float, float]]]
