@@ -239,6 +239,8 @@ def test_one_line(tmp_path, monkeypatch):
     assert ["keep/references/held_out" in log for log in evaluated] == [True, True]
     assert callback.report().kept
     assert "references, 2 held out: " in repr(callback.report())
+    with pytest.raises(TypeError, match="tolerance is an option of Promise: pass promise="):
+        integration.KeeperCallback(tolerance=0.02)
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
         transformers.Trainer(model, args, train_dataset=new, callbacks=[integration.KeeperCallback()]).train()
     assert list((tmp_path / "gemproj").glob("references-*.json"))

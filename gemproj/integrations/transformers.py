@@ -85,7 +85,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     promise : Promise, loss or float, optional
         By default ``Promise(Distillation())``; a number is its tolerance, in nats per token.
     name, collate, limit, hold_out
-        As in `gemproj.torch.Keeper.keep`, for `data`.
+        As in `gemproj.torch.Keeper.keep`, for `data`; its name is "kept" by default.
     **options
         `on`, `method`, `look`, `project`, `microbatch` and `process_group` of `gemproj.torch.Keeper`.
 

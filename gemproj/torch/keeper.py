@@ -473,6 +473,10 @@ class CallbackBase(KeeperBase):
         hold_out: float = 0.0,
         **options: Any,
     ) -> None:
+        if misplaced := options.keys() & Promise.__dataclass_fields__.keys():
+            raise TypeError(
+                f"{min(misplaced)} is an option of Promise: pass promise=Promise(...), or a number."
+            )
         super().__init__(promise, **options)
         if data is not None:
             self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
