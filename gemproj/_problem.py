@@ -132,7 +132,14 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     if isinstance(keys, list) and (order := list(g)) != keys:  # x follows the key order of g
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
-    n, arrays, same = len(rows), [*rows, *vector, *(weight or ())], all(map(is_, rows, vector))
+    n, arrays = len(rows), [*rows, *vector, *(weight or ())]
+    # The same arrays are meant, ``project(J, J)``; of others, one row without its leading axis is likelier.
+    if keys is not None and not all(map(is_, rows, vector)) and _alike(rows, vector):
+        raise ValueError(
+            f"All blocks of G and g have equal shapes, the first {tuple(rows[0].shape)}. For one row, G needs "
+            "a leading axis of size 1: [b[None] for b in G]. To project as many gradients as there are rows, "
+            "flatten the blocks: pass matrices G (t, d) and g (t, d)."
+        )
     xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
         if (k := first_elsewhere(arrays, device)) is not None:
@@ -150,23 +157,13 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
                 raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
     if keys is None:
         return _arrays_problem(xp, device, rows[0], vector[0], None if weight is None else weight[0])
-    return _blocks_problem(xp, device, rows, vector, weight, keys, same)
+    return _blocks_problem(xp, device, rows, vector, weight, keys)
 
 
 def _blocks_problem(
-    xp: Any,
-    device: Any,
-    rows: list[Array],
-    vector: list[Array],
-    weight: list[Array] | None,
-    keys: Any,
-    same: bool,
+    xp: Any, device: Any, rows: list[Array], vector: list[Array], weight: list[Array] | None, keys: Any
 ) -> Problem:
-    """Return the problem of blocks G[k] (t, *shape_k), g[k] (*shape_k) or (*batch, *shape_k), metric[k].
-
-    `same` says whether the blocks of G and g are the same arrays, as in ``project(J, J)``. If others have the
-    same shapes, one row without its leading axis is likelier than as many gradients as rows.
-    """
+    """Return the problem of blocks G[k] (t, *shape_k), g[k] (*shape_k) or (*batch, *shape_k), metric[k]."""
     t = rows[0].shape[0] if rows[0].ndim else 0
     lead = max(0, 1 + vector[0].ndim - rows[0].ndim)
     batch = tuple(vector[0].shape[:lead])
@@ -186,12 +183,6 @@ def _blocks_problem(
                 f"{f' and m = {batch[0]}' if lead else ''}; {here}."
                 f"{' For one row, G needs a leading axis of size 1.' if found[0] == found[1] else ''}"
             )
-    if not same and all(found[0] == found[1] for found in shapes):
-        raise ValueError(
-            f"All blocks of G and g have equal shapes, the first {tuple(shapes[0][0])}. For one row, G needs "
-            "a leading axis of size 1: [b[None] for b in G]. To project as many gradients as there are rows, "
-            "flatten the blocks: pass matrices G (t, d) and g (t, d)."
-        )
     return Problem(xp, device, batch, t, rows, vector, weight, keys, shared=lead > 0)
 
 
@@ -331,6 +322,10 @@ def _check_block(a: Any, name: str, one_of_many: bool) -> None:
     else:
         must += ", or a sequence or mapping of arrays"
     check_array(a, name, must, remedy)
+
+
+def _alike(blocks: list[Array], others: list[Array]) -> bool:
+    return all(a.shape == b.shape for a, b in zip(blocks, others, strict=True))
 
 
 def _kind(keys: Any) -> str:
