@@ -136,7 +136,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     # The same arrays are meant, ``project(J, J)``; of others, one row without its leading axis is likelier.
     if keys is not None and not all(map(is_, rows, vector)) and _alike(rows, vector):
         raise ValueError(
-            f"All blocks of G and g have equal shapes, the first {tuple(rows[0].shape)}. For one row, G needs "
+            f"All blocks of G and g have equal shapes, first {tuple(rows[0].shape)}. For one row, G needs "
             "a leading axis of size 1: [b[None] for b in G]. To project as many gradients as there are rows, "
             "flatten the blocks: pass matrices G (t, d) and g (t, d)."
         )

@@ -45,7 +45,7 @@ WRONG_VALUES = [
     (lambda: project(g, G), r"G must have shape .*G and g seem to be exchanged"),
     (
         lambda: project([G, G[:, 0]], [G + 1, G[:, 0]]),
-        r"equal shapes, the first \(3, 5\). For one row.*b\[None\]",
+        r"equal shapes, first \(3, 5\). For one row.*b\[None\]",
     ),
     (lambda: project([G, G[:2]], [g, g]), r"t = 3; G\[1\] has shape \(2, 5\), g\[1\] has shape"),
     (lambda: project({"w": G}, {"w": g[:2]}), r"Blocks must have .*g\['w'\] has shape \(2,\)"),
