@@ -181,8 +181,11 @@ def asked(records: Sequence[Record]) -> Figure:
 def front(records: Sequence[Record]) -> Figure:
     """Return a figure: the loss on the new skill over the divergence on unseen texts, means of the seeds."""
     skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
-    figure, axes = plt.subplots(1, len(skills), figsize=(2.7 * len(skills), 3.4), squeeze=False)
-    for skill, ax in zip(skills, axes[0], strict=True):
+    lines = -(-len(skills) // 2)  # of two panels, so that labels can be read on a phone
+    figure, axes = plt.subplots(lines, 2, figsize=(5.4, 0.7 + 2.6 * lines), squeeze=False)
+    for ax in axes.flat[len(skills) :]:
+        ax.set_axis_off()
+    for skill, ax in zip(skills, axes.flat, strict=False):
         runs = [run for run in records if run["skill"] == skill and run["kind"] in PALETTE]
         for (kind, _), found in grouped(lambda run: (run["kind"], run["adapters"]), runs).items():
             look: dict[str, Any] = {"marker": "o", "color": PALETTE[kind]}
@@ -203,7 +206,7 @@ def front(records: Sequence[Record]) -> Figure:
         ax.set_xticks(TICKS[1::2], [f"{tick:g}" for tick in TICKS[1::2]])
         ax.minorticks_off()
         ax.margins(y=0.12)  # for the labels
-    axes[0][0].set_ylabel("Loss on the new skill, nats per token")
+    figure.supylabel("Loss on the new skill, nats per token", fontsize=10)
     figure.supxlabel("Divergence held out, nats per token", fontsize=10)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
