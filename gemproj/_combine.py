@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, empty_as, note_written, to_numpy
-from gemproj._checks import check_multipliers
+from gemproj._checks import check_multipliers, warn_caller
 from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._solution import DualSolution
@@ -108,13 +106,8 @@ def warn_if_missed(sol: DualSolution) -> None:
         "constraints nearly contradict each other, or are nearly dependent. Check `status` and "
         "`kkt_residual` of `solve_dual`, or set a penalty."
     )
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"The projection violates its optimality conditions by {worst:.0e} of the problem's size: {cause}",
-        RuntimeWarning,
-        stacklevel=level,
+    warn_caller(
+        f"The projection violates its optimality conditions by {worst:.0e} of the problem's size: {cause}"
     )
 
 

@@ -31,7 +31,7 @@ from gemproj._arrays import (
     to_numpy,
     wide_dtype,
 )
-from gemproj._checks import check_array
+from gemproj._checks import check_array, warn_caller
 
 _KINDS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("dtype"))
 _SHAPE, _SIZE = attrgetter("shape"), attrgetter("size")
@@ -133,12 +133,10 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
-    # The same arrays are meant, ``project(J, J)``; of others, one row without its leading axis is likelier.
     if keys is not None and not all(map(is_, rows, vector)) and _alike(rows, vector):
-        raise ValueError(
-            f"All blocks of G and g have equal shapes, first {tuple(rows[0].shape)}. For one row, G needs "
-            "a leading axis of size 1: [b[None] for b in G]. To project as many gradients as there are rows, "
-            "flatten the blocks: pass matrices G (t, d) and g (t, d)."
+        warn_caller(
+            f"All blocks of G and g have equal shapes, so g counts as {len(rows[0])} gradients. If G is one "
+            "row, give it a leading axis of size 1: [b[None] for b in G]."
         )
     xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
@@ -279,9 +277,8 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, list[Array]] | None = None)
     else:
         keys, blocks = None, [a]
     if not blocks:
-        raise ValueError(
-            f"{name} has no blocks; pass at least one array. Without any constraint, g is its own projection."
-        )
+        none = " Without any constraint, g is its own projection." if name == "G" else ""
+        raise ValueError(f"{name} has no blocks; pass at least one array.{none}")
     # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
     for kind in _KINDS:
         kinds = list(map(kind, blocks))
@@ -324,8 +321,10 @@ def _check_block(a: Any, name: str, one_of_many: bool) -> None:
     check_array(a, name, must, remedy)
 
 
-def _alike(blocks: list[Array], others: list[Array]) -> bool:
-    return all(a.shape == b.shape for a, b in zip(blocks, others, strict=True))
+def _alike(rows: list[Array], vector: list[Array]) -> bool:
+    """Return whether blocks of g may be meant as one gradient, under one row without its leading axis."""
+    same = all(a.shape == b.shape for a, b in zip(rows, vector, strict=True))
+    return same and len({block.shape[:1] for block in rows}) == 1 and rows[0].shape[:1] not in ((), (1,))
 
 
 def _kind(keys: Any) -> str:

@@ -131,7 +131,7 @@ def test_outputs_in_half_precision(dtype, top):
 @pytest.mark.parametrize("some", [None, [0, 3, 4, 8], []])
 @pytest.mark.parametrize("numbers", [1, 20, 1_000])  # one position at a time, a few, all
 def test_log_probabilities_of_a_few_classes(monkeypatch, numbers, some):
-    monkeypatch.setattr("gemproj.torch.chosen._NUMBERS", numbers)
+    monkeypatch.setattr("gemproj.torch.chosen._ON_CPU", numbers)
     logits = BEFORE[:2].flatten(0, 1).clone().requires_grad_()
     at = None if some is None else torch.tensor(some, dtype=torch.long)
     whole = torch.log_softmax((logits if at is None else logits[at]) / 2.0, -1)
@@ -139,10 +139,19 @@ def test_log_probabilities_of_a_few_classes(monkeypatch, numbers, some):
     torch.testing.assert_close((values, classes), tuple(whole.topk(3)))
     twice = classes.flip(1)[:, [0, 1, 0]]  # a class may be asked for twice
     torch.testing.assert_close(chosen(logits, at, twice, 2.0), whole.gather(1, twice))
-    assert torch.autograd.gradcheck(lambda z: chosen(z, at, twice, 2.0), logits)
-    one = torch.func.grad(lambda z: chosen(z, at, twice, 2.0).sin().sum())  # rows may share a pass by vmap
+
+    def fast(z):
+        return chosen(z, at, twice, 2.0).sin().sum()
+
+    def plain(z):
+        z = torch.log_softmax((z if at is None else z[at]) / 2.0, -1)
+        return z.gather(1, twice).sin().sum()
+
+    assert torch.autograd.gradcheck(lambda z: chosen(z, at, twice, 2.0), logits, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(lambda z: chosen(z, at, twice, 2.0), logits)
     many = torch.stack([logits.detach(), 2 * logits.detach()])
-    torch.testing.assert_close(torch.func.vmap(one)(many), torch.stack(list(map(one, many))))
+    for way in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+        torch.testing.assert_close(torch.func.vmap(way(fast))(many), torch.func.vmap(way(plain))(many))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

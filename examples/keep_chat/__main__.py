@@ -85,6 +85,8 @@ def runs_of(
             counts = int(texts or 0), int(sets or 1)
         except ValueError:
             raise command.SetupError(f"method {word!r}: VALUE, SETS, TEXTS and RATE are numbers") from None
+        if counts[1] != 1 and (counts[1] < 1 or kind not in ("promise", "auto")):
+            raise command.SetupError(f"method {word!r}: SETS, from 1 on, are for promise and auto")
         runs.append(Run(form, where, prepared, skill, kind, *numbers, trained, seed, *counts, device))
     return runs
 

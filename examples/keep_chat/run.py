@@ -208,7 +208,9 @@ def through_trainer(model: Any, run: Run, form: Form, data: Prepared) -> dict[st
         Trainer(model, arguments, train_dataset=examples, data_collator=collate, callbacks=[keeper]).train()
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
     report = keeper.report()
-    verdict = dict(zip(("verdict", "low", "high"), report["kept"].held_out or (), strict=True))
+    held_out = report["kept"].held_out
+    assert held_out is not None
+    verdict = dict(zip(("verdict", "low", "high"), held_out, strict=True))
     step = (busy if run.device == "cpu" else seconds) / form.steps  # with what is stored, and the verdict
     return {"step": step, "seconds": seconds} | reported(report) | verdict
 

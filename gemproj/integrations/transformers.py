@@ -124,7 +124,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         self.logs()  # drops the numbers of an earlier training
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))
-        elif not self.sets and not self._given:
+        elif not self.sets and hasattr(self.promise.loss, "outputs"):
             self._keep_references()
 
     def _keep_references(self) -> None:

@@ -1,8 +1,8 @@
-"""Log-probabilities of a few classes out of many, without another copy of the logits.
+"""Log-probabilities of a few classes out of many, without a copy of all logits in float32.
 
-With a vocabulary of 50,000 tokens, a copy of the logits in float32 may take as much memory as the rest of a
-pass. Here some positions are taken at a time. On a CPU their numbers stay in the cache, which takes half of
-the time of `torch.log_softmax` with `torch.gather`.
+With a vocabulary of 50,000 tokens, such a copy may take as much memory as the rest of a pass. Here some
+positions are taken at a time. On a CPU their numbers stay in the cache, so it also takes less time than
+`torch.log_softmax` with `torch.gather`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.forward_ad import unpack_dual
 
-_NUMBERS = 1 << 21  # of the logits that are taken at a time
+# Number of logits that are taken at a time on a CPU, and on a device, where each operation has its own cost.
+_ON_CPU, _ON_DEVICE = 1 << 21, 1 << 25
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -26,61 +27,84 @@ def likeliest(logits: Tensor, at: Tensor | None, top: int, temperature: float) -
     """Return the `top` largest log-probabilities and their classes, (m, top); see `chosen`."""
     found = []
     for (rows,) in _parts(logits, at):
-        z = widened(logits[rows]) / temperature
-        values, classes = z.topk(top, dim=-1)
-        found.append((values - z.logsumexp(-1, keepdim=True), classes))
+        values, classes = _scaled(logits, rows, temperature).log_softmax(-1).topk(top, dim=-1)
+        found.append((values, classes))
     values, classes = map(torch.cat, zip(*found, strict=True))
     return values, classes
 
 
 def chosen(logits: Tensor, at: Tensor | None, classes: Tensor, temperature: float) -> Tensor:
-    """Return the log-probabilities of classes (m, k), in at least float32, with a first derivative.
+    """Return the log-probabilities of classes (m, k), in at least float32.
 
     Logits have shape (n, classes); ``at`` has the indices (m,) of the positions that are meant, each at most
     once, None for all.
     """
-    found: Tensor = _Chosen.apply(logits, at, classes, temperature)[0]  # type: ignore[no-untyped-call]
-    return found
+    if _is_usual(logits):
+        found: Tensor = _Chosen.apply(logits, at, classes, temperature)  # type: ignore[no-untyped-call]
+        return found
+    return _at_once(logits, at, classes, temperature)
+
+
+def _is_usual(logits: Tensor) -> bool:
+    """Return whether no compiler, transform of torch.func, subclass or forward derivative is involved."""
+    if torch.compiler.is_compiling() or type(logits) is not Tensor:
+        return False
+    try:
+        return bool(logits.data_ptr()) and unpack_dual(logits).tangent is None
+    except RuntimeError:  # tensors inside of torch.func have no memory
+        return False
+
+
+def _at_once(logits: Tensor, at: Tensor | None, classes: Tensor, temperature: float) -> Tensor:
+    rows = slice(None) if at is None else at
+    return _scaled(logits, rows, temperature).log_softmax(-1).gather(-1, classes)
 
 
 class _Chosen(torch.autograd.Function):
     """Keeps one number per position for the derivative: the logarithm of the sum of exponentials."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(
-        logits: Tensor, at: Tensor | None, classes: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        found = []
+    def forward(ctx: Any, logits: Tensor, at: Tensor | None, classes: Tensor, temperature: float) -> Tensor:
+        values, sums = [], []
         for rows, some in _parts(logits, at, classes):
-            z = widened(logits[rows]) / temperature
-            total = z.logsumexp(-1, keepdim=True)
-            found.append((z.gather(-1, some) - total, total))
-        values, totals = map(torch.cat, zip(*found, strict=True))
-        return values, totals
+            z = _shifted(logits, rows, temperature)
+            total = z.exp().sum(-1, keepdim=True).log_()
+            values.append(z.gather(-1, some) - total)
+            sums.append(total)
+        ctx.save_for_backward(logits, at, classes, torch.cat(sums))
+        ctx.temperature = temperature
+        return torch.cat(values)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, at, classes, ctx.temperature = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(logits, at, classes, output[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_values: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_values: Tensor) -> tuple[Tensor | None, ...]:
         logits, at, classes, totals = ctx.saved_tensors
-        gradient = torch.zeros_like(logits)
+        if torch.is_grad_enabled():  # for a second derivative
+            values = _at_once(logits, at, classes, ctx.temperature)
+            (gradient,) = torch.autograd.grad(values, logits, of_values, create_graph=True)
+            return gradient, None, None, None
+        # With `is_grads_batched` this has the batch of `of_values`, so that it can be written to.
+        gradient = torch.zeros_like(of_values.sum(), dtype=logits.dtype).expand(logits.shape).clone()
         for rows, some, total, part in _parts(logits, at, classes, totals, of_values / ctx.temperature):
-            z = (widened(logits[rows]) / ctx.temperature - total).exp_()  # probabilities
-            z.mul_(-part.sum(-1, keepdim=True)).scatter_add_(-1, some, part)
+            z = _shifted(logits, rows, ctx.temperature).sub_(total).exp_()  # probabilities
+            z = (z * -part.sum(-1, keepdim=True)).scatter_add_(-1, some, part)
             gradient[rows] = z.to(gradient.dtype)
         return gradient, None, None, None
 
 
+def _scaled(logits: Tensor, rows: Any, temperature: float) -> Tensor:
+    z = widened(logits[rows])
+    return z if temperature == 1.0 else z / temperature
+
+
+def _shifted(logits: Tensor, rows: Any, temperature: float) -> Tensor:
+    """Return logits with a largest value of zero at each position."""
+    z = _scaled(logits, rows, temperature)
+    return z - z.amax(-1, keepdim=True)
+
+
 def _parts(logits: Tensor, at: Tensor | None, *more: Tensor) -> Iterator[tuple[Any, ...]]:
     """Yield the indices of some positions at a time, with their parts of other tensors (m, ...)."""
-    size = max(1, _NUMBERS // logits.shape[-1])
+    size = max(1, (_ON_CPU if logits.device.type == "cpu" else _ON_DEVICE) // logits.shape[-1])
     if at is None:
         n = len(logits)
         rows: Any = [slice(k, min(k + size, n)) for k in range(0, max(n, 1), size)]

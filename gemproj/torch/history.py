@@ -404,7 +404,7 @@ class Report(dict[Any, Line]):
         ]
         said = [_said(line) for line in self.values() if line.held_out is not None]
         if not said and any(line.bound == line.bound for line in self.values()):
-            said = ["No verdict on unseen examples: hold_out=0.2 would hold out a fifth."]
+            said = ["No verdict on unseen examples: keep(..., hold_out=0.2) holds out a fifth."]
         return "\n".join(table + said)
 
     def plot(self, ax: Any = None) -> Any:
@@ -453,7 +453,7 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
         if name in held_out:
             line.held, line.held_out = len(kept.held), held_out[name]
             line.held_bound = bound = float(kept.held.losses.mean()) + allowed
-            now = line.held_out[0 if allowed else 1]
+            now = line.held_out[0 if allowed or line.held == 1 else 1]
         line.kept = not now > bound + _LOSSES * (1.0 + abs(bound))
     return Report(lines, points)
 

@@ -327,7 +327,8 @@ class KeeperBase:
         if limit is not None:
             check_count(limit, "limit", 1)
         known = self.sets.get(name) if name is not None else None
-        chosen = as_promise(promise, self.promise)
+        usual = known.promise if known is not None and isinstance(promise, float) else self.promise
+        chosen = as_promise(promise, usual)
         if promise is None and known is not None:
             chosen = known.promise
         elif known is not None and not _alike(known.promise.loss, chosen.loss):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,8 +96,8 @@ class Promise:
                 raise ValueError("tolerance and equal exclude each other: an equality forbids any change.")
             if self.tolerance > 1.0 and isinstance(self.loss, Distillation):
                 warn(
-                    f"A tolerance of {self.tolerance:g} nats is nearly no limit: the probability of what the "
-                    f"model said may fall to {math.exp(-self.tolerance):.1%}. For a fall by 5 %, pass 0.05."
+                    f"A tolerance of {self.tolerance:g} nats for each token is nearly no limit. For a fall "
+                    "of probabilities by 5 %, pass 0.05."
                 )
         if self.repair != 1.0 and self.allowed is None:
             raise ValueError("repair is for a tolerance; without one, no step raises the loss.")
