@@ -77,7 +77,7 @@ class Config:
 
 PAPER = Config()
 QUICK = replace(PAPER, preset="quick", seeds=(0, 2), rows=1_600, backbone="small", max_length=32)
-QUICK = replace(QUICK, microbatch=1_000, eval_interval=40, eval_rows=120, probe_interval=20)
+QUICK = replace(QUICK, microbatch=1_000, eval_interval=20, eval_rows=120, probe_interval=20)
 # Without the two that take longest and end like others: GEM on the step, and replay of 150 examples.
 QUICK = replace(QUICK, methods=(*PAPER.methods[:-2], "gem-few", "replay-few"))
 MINI = replace(
