@@ -327,12 +327,14 @@ def minimum(state: Search) -> None:
             add(x, lam[i], V[i])
     for p in range(k):
         y[p] = state.h[state.order[p]]
+        state.trial[p] = 0.0
     solve_transposed(R, k, y)
-    times(Q, x, missed)  # once, because thresholds allow for the rounding of the target
-    for p in range(k):
-        missed[p] = y[p] - missed[p]
-        state.trial[p] = missed[p]
-    add_rows(missed, Q, x)
+    for _ in range(2):  # the second pass removes rounding
+        times(Q, x, missed)
+        for p in range(k):
+            missed[p] = y[p] - missed[p]
+            state.trial[p] += missed[p]
+        add_rows(missed, Q, x)
     solve_triangle(R, k, state.trial)
     times(V, x, state.slack)
     for i in range(len(lam)):

@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.forecast import Forecast  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:A tolerance of 100 nats")  # far from any loss
 MOST = 64  # steps between two looks
 
 
