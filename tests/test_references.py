@@ -111,6 +111,15 @@ def test_hold_out():
     )
     mean, low, high = keeper.report()["two"].held_out
     assert (math.isfinite(mean), low, high) == (True, -math.inf, math.inf)  # one example has no interval
+    keeper.keep([task(0, 2)], Promise(CrossEntropy(logits, labels=1)), name="free", hold_out=0.5)
+    with torch.no_grad():
+        model[2].bias.add_(torch.tensor([0.0, 9.0, -9.0]))
+    rose = {name: line.held_out[0] > line.held_bound for name, line in keeper.report().items()}
+    assert rose["free"]
+    assert {name: not line.kept for name, line in keeper.report().items()} == rose
+    keeper.keep([task(0, 2)], 0.3, name="two")  # a tolerance alone takes the rest of the set's promise
+    assert keeper.sets["two"].promise.allowed == 0.3
+    assert isinstance(keeper.sets["two"].promise.loss, CrossEntropy)
     with pytest.raises(ValueError, match="hold_out must be a share"):
         keeper.keep([batch], hold_out=1.5)
 
