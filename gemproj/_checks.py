@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import sys
-import warnings
 from typing import Any
 
 import numpy as np
@@ -19,14 +17,6 @@ from gemproj._arrays import (
     to_numpy,
     wide_dtype,
 )
-
-
-def warn_caller(message: str) -> None:
-    """Warn at the line that called gemproj."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 def check_count(value: Any, name: str, smallest: int) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, empty_as, note_written, to_numpy
-from gemproj._checks import check_multipliers, warn_caller
+from gemproj._checks import check_multipliers
 from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
 from gemproj._tspace import inverse
+from gemproj._warn import warn
 from gemproj.backends import select
 from gemproj.methods import Status
 
@@ -106,8 +107,9 @@ def warn_if_missed(sol: DualSolution) -> None:
         "constraints nearly contradict each other, or are nearly dependent. Check `status` and "
         "`kkt_residual` of `solve_dual`, or set a penalty."
     )
-    warn_caller(
-        f"The projection violates its optimality conditions by {worst:.0e} of the problem's size: {cause}"
+    warn(
+        f"The projection violates its optimality conditions by {worst:.0e} of the problem's size: {cause}",
+        RuntimeWarning,
     )
 
 

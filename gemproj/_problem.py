@@ -31,7 +31,8 @@ from gemproj._arrays import (
     to_numpy,
     wide_dtype,
 )
-from gemproj._checks import check_array, warn_caller
+from gemproj._checks import check_array
+from gemproj._warn import warn
 
 _KINDS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("dtype"))
 _SHAPE, _SIZE = attrgetter("shape"), attrgetter("size")
@@ -134,9 +135,10 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
         weight = None if metric is None else [metric[k] for k in order]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
     if keys is not None and not all(map(is_, rows, vector)) and _alike(rows, vector):
-        warn_caller(
-            f"All blocks of G and g have equal shapes, so g counts as {len(rows[0])} gradients. If G is one "
-            "row, give it a leading axis of size 1: [b[None] for b in G]."
+        warn(
+            f"All blocks of G and g have equal shapes, so g counts as {rows[0].shape[0]} gradients. If G is "
+            "one row, give it a leading axis of size 1: [b[None] for b in G].",
+            RuntimeWarning,
         )
     xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:

@@ -23,12 +23,16 @@ def widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+def log_probabilities(logits: Tensor, rows: Any, temperature: float) -> Tensor:
+    """Return the log-probabilities of all classes at some positions, ``logits[rows]``."""
+    return torch.log_softmax(_scaled(logits, rows, temperature), dim=-1)
+
+
 def likeliest(logits: Tensor, at: Tensor | None, top: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the `top` largest log-probabilities and their classes, (m, top); see `chosen`."""
     found = []
     for (rows,) in _parts(logits, at):
-        values, classes = _scaled(logits, rows, temperature).log_softmax(-1).topk(top, dim=-1)
-        found.append((values, classes))
+        found.append(log_probabilities(logits, rows, temperature).topk(top, dim=-1))
     values, classes = map(torch.cat, zip(*found, strict=True))
     return values, classes
 
@@ -56,8 +60,7 @@ def _is_usual(logits: Tensor) -> bool:
 
 
 def _at_once(logits: Tensor, at: Tensor | None, classes: Tensor, temperature: float) -> Tensor:
-    rows = slice(None) if at is None else at
-    return _scaled(logits, rows, temperature).log_softmax(-1).gather(-1, classes)
+    return log_probabilities(logits, ... if at is None else at, temperature).gather(-1, classes)
 
 
 class _Chosen(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from gemproj.torch._warn import warn
+from gemproj._warn import warn
 
 Batch = Any  # a nesting of tensors (n, ...), or the result of a collate function
 Collate = Callable[[list[Any]], Batch]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gemproj._arrays import wide_dtype
-from gemproj.torch._warn import warn
+from gemproj._warn import warn
 from gemproj.torch.data import PerExample, join, leaves_of, moved, take
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet

@@ -6,14 +6,15 @@ import itertools
 import types
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gemproj._checks import check_count
+from gemproj._warn import warn
 from gemproj.methods import AnyMethod, as_method
-from gemproj.torch._warn import warn
 from gemproj.torch.data import Collate, count, read
 from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
@@ -327,11 +328,9 @@ class KeeperBase:
         if limit is not None:
             check_count(limit, "limit", 1)
         known = self.sets.get(name) if name is not None else None
-        usual = known.promise if known is not None and isinstance(promise, float) else self.promise
-        chosen = as_promise(promise, usual)
-        if promise is None and known is not None:
-            chosen = known.promise
-        elif known is not None and not _alike(known.promise.loss, chosen.loss):
+        # A loss alone takes the keeper's options; a tolerance alone, and nothing, those of the set.
+        chosen = as_promise(promise, self.promise if known is None or callable(promise) else known.promise)
+        if known is not None and not _alike(known.promise.loss, chosen.loss):
             raise ValueError(
                 f"promise about {name!r} must have the loss of the examples that are kept under this name, "
                 f"because their losses are stored; found {chosen.loss!r}. Pass another name, or call "
@@ -474,10 +473,9 @@ class CallbackBase(KeeperBase):
         hold_out: float = 0.0,
         **options: Any,
     ) -> None:
-        if misplaced := options.keys() & Promise.__dataclass_fields__.keys():
-            raise TypeError(
-                f"{min(misplaced)} is an option of Promise: pass promise=Promise(...), or a number."
-            )
+        if misplaced := options.keys() & {option.name for option in fields(Promise)}:
+            name = min(misplaced)
+            raise TypeError(f"{name} is an option of Promise: pass promise=Promise(..., {name}=...).")
         super().__init__(promise, **options)
         if data is not None:
             self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)

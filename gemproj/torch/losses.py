@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj._checks import check_count, check_number
-from gemproj.torch.chosen import chosen, likeliest, widened
+from gemproj.torch.chosen import chosen, likeliest, log_probabilities, widened
 from gemproj.torch.data import Batch, Field, PerExample
 
 # The label that torch and transformers ignore.
@@ -227,7 +227,9 @@ class Distillation:
         top = _TOP if usual else self._top
         dtype = self._dtype or (torch.float16 if usual else logits.dtype)
         if top is None or top >= n:
-            stored: Any = self._log_probabilities(logits, mask).to(dtype)
+            stored: Any = log_probabilities(logits, ... if mask is None else mask, self._temperature).to(
+                dtype
+            )
         else:
             found, classes = likeliest(logits.flatten(0, -2), _indices(mask), top, self._temperature)
             stored = found.to(dtype), classes.int()
@@ -257,7 +259,7 @@ class Distillation:
             outputs = _at_positions(outputs, mask, examples)
         if isinstance(outputs, Tensor):
             _check_classes(outputs.shape[-1] == logits.shape[-1], outputs.shape[-1], logits)
-            now = self._log_probabilities(logits, mask)
+            now = log_probabilities(logits, ... if mask is None else mask, self._temperature)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
         else:
             values, classes = outputs
@@ -311,10 +313,6 @@ class Distillation:
                 )
             return mask.bool(), examples
         return (None if examples is None else torch.ones_like(examples, dtype=torch.bool)), examples
-
-    def _log_probabilities(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        logits = widened(logits if mask is None else logits[mask])
-        return torch.log_softmax(logits if self._temperature == 1.0 else logits / self._temperature, dim=-1)
 
 
 def _indices(mask: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemproj._checks import check_count, check_number
-from gemproj.torch._warn import warn
+from gemproj._warn import warn
 from gemproj.torch.data import Batch, leaves_of, map_nested
 from gemproj.torch.losses import Distillation, model_loss
 from gemproj.torch.vector import mesh_of

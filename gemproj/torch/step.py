@@ -35,8 +35,8 @@ from gemproj._gram import measure
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram
+from gemproj._warn import warn
 from gemproj.methods import GEM2017, AnyMethod, as_method
-from gemproj.torch._warn import warn
 from gemproj.torch.promise import Promise
 from gemproj.torch.rows import Rows
 from gemproj.torch.vector import ParameterVector, local, mesh_of

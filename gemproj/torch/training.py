@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import on_host
-from gemproj.torch._warn import warn
+from gemproj._warn import warn
 from gemproj.torch.history import Projection
 from gemproj.torch.joint import SharedPasses
 from gemproj.torch.memory import Draw, KeptSet
