@@ -4,6 +4,8 @@ import copy
 import itertools
 import linecache
 import warnings
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -82,8 +84,59 @@ def test_a_loss_alone_takes_the_other_options_and_a_known_set_its_promise():
     with pytest.raises(ValueError, match=r"promise about 'b' must have the loss .* forget\('b'\)"):
         keeper.keep([task(0)], EACH, name="b")
     assert keeper.sets["b"].promise is own
-    keeper.keep([task(0)], Promise(Distillation(logits), tolerance=0.1), name="b")  # a loss of the same kind
-    assert len(keeper.sets["b"]) == 36
+    keeper.keep([task(0)], Promise(Distillation(logits), tolerance=0.1), name="b")  # an equal loss
+    keeper.keep([task(0)], Distillation(logits), name="b")
+    assert (len(keeper.sets["b"]), keeper.sets["b"].promise.tolerance) == (48, 0.1)
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def loss(self, model, batch):
+        return self.factor * EACH(model, batch)
+
+
+def scaled(factor, model, batch):
+    return factor * EACH(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("of", "alike"),
+    [
+        (Distillation(logits, labels=CrossEntropy(logits, labels=1)), True),
+        (Distillation(logits, labels=CrossEntropy(logits, labels=0)), False),
+        (Distillation(logits, labels=CrossEntropy(logits, labels=1), temperature=5.0), False),
+        (partial(scaled, 1.0), True),
+        (partial(scaled, 2.0), False),
+        (Scaled(1.0).loss, False),  # of another object
+    ],
+)
+def test_examples_are_added_under_an_equal_loss_only(of, alike):
+    firsts = (
+        Distillation(logits, labels=CrossEntropy(logits, labels=1)),
+        partial(scaled, 1.0),
+        Scaled(1.0).loss,
+    )
+    first = next(one for one in firsts if type(one) is type(of))
+    keeper = begin(first)[2]
+    keeper.keep([task(0)], name="a")
+    keeper.keep([task(1)], first, name="a")
+    with nullcontext() if alike else pytest.raises(ValueError, match="promise about 'a' must have the loss"):
+        keeper.keep([task(2)], of, name="a")
+    assert len(keeper.sets["a"]) == 24 + 12 * alike
+
+
+def test_the_set_of_an_adapter_grows_and_is_scored_under_this_adapter():
+    model, _, keeper = begin(EACH, tolerance=0.1)
+    model.active_adapter = "one"
+    keeper.keep([task(0)], name="a", hold_out=0.25)
+    model.active_adapter = "two"
+    with pytest.raises(ValueError, match="'a' were kept with adapter 'one', and 'two' is active"):
+        keeper.keep([task(1)], name="a")
+    assert keeper.held_out() == {}
+    model.active_adapter = "one"
+    assert list(keeper.held_out()) == ["a"]
 
 
 class Labelled(torch.nn.Module):
@@ -393,6 +446,14 @@ def test_a_loss_at_its_bound_to_rounding_is_kept_and_earlier_sets_do_not_count()
     assert keeper.report().kept
 
 
+def test_the_drawn_examples_are_compared_with_their_own_losses():
+    model, optimizer, keeper = begin(EACH, make=lambda p: sgd(p, 1e-6), examples=3)
+    keeper.keep([task(1)], name="a")
+    for _ in range(12):
+        take(model, optimizer, task(2))
+        assert keeper.report().kept
+
+
 def test_a_state_takes_the_place_of_all_statistics():
     model, optimizer, keeper = begin(EACH, tolerance=0.01)
     keeper.keep([task(1)], name="a")
@@ -431,6 +492,7 @@ def test_a_name_with_another_promise_or_other_examples_begins_a_line(forgotten):
         take(model, optimizer, rival(task(1)))
     now, earlier = keeper.report()["a"], keeper.report()["a (earlier)"]
     assert (now.steps, earlier.steps) == (2, 1)
+    assert [len(keeper.history.points()[line.name]) for line in (now, earlier)] == [2, 1]
     assert (now.examples, earlier.examples) == (12 if forgotten else 24, 0)
     assert not forgotten or now.stored == pytest.approx(stored)
     assert forgotten or now.bound == pytest.approx(now.stored + 0.01)

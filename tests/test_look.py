@@ -109,6 +109,43 @@ def test_the_bound_is_held_as_with_a_look_in_every_step(make, rate, on):
     assert len(training.looks()) < 150
 
 
+@pytest.mark.parametrize("change", ["other examples", "more examples", "weights set back"])
+def test_the_bound_is_held_after_a_change_of_the_set_or_of_the_weights(change):
+    """Where the loss was stored is not where the training has come from."""
+    worst = {}
+    for look in (1, "auto"):
+        training = Training(look, sets={0: Promise(SAID, examples=None, tolerance=0.05)})
+        begin = {name: value.clone() for name, value in training.model.state_dict().items()}
+        training.run(60)
+        keeper, model = training.keeper, training.model
+        if change == "weights set back":
+            model.load_state_dict(begin)
+        else:
+            if change == "other examples":
+                keeper.forget(0)
+            keeper.keep([task(2, 320)], Promise(training.losses[0], examples=None, tolerance=0.05), name=0)
+        worst[look] = 0.0
+        for _ in range(60):
+            training.run(1)
+            batch, stored = keeper.sets[0].fetch(list(range(len(keeper.sets[0]))), None)
+            with torch.no_grad():
+                worst[look] = max(worst[look], float(SAID(model, batch, stored).mean()) - 0.05)
+    assert worst["auto"] <= 1.5 * max(worst[1], 0.02 * 0.05)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_in_a_step_without_a_look():
+    training = Training(sets={0: Promise(SAID, tolerance=100.0)})
+    training.run(20)
+    looks, before = training.looks(), flat(training.model)
+    loss(training.model, task(3)).backward()
+    training.model[2].weight.grad[0, 0] = torch.nan
+    training.clock[0] += 1
+    with pytest.raises(ValueError, match=r"The gradient of 2.weight is not finite"):
+        training.optimizer.step()
+    assert training.looks() == looks
+    assert torch.equal(flat(training.model), before)
+
+
 def test_promises_without_a_tolerance_or_with_a_weight_look_in_every_step():
     sets = {
         "never up": Promise(EACH),
@@ -297,10 +334,10 @@ def test_what_is_known_of_a_row_stays_when_other_sets_come():
 # --- to the same step ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", [1, 23])
-def test_a_training_that_resumes_takes_the_steps_of_the_one_that_saved(stop):
+@pytest.mark.parametrize(("look", "stop"), [("auto", 1), ("auto", 23), (2, 3), (4, 7)])
+def test_a_training_that_resumes_takes_the_steps_of_the_one_that_saved(look, stop):
     sets = {"a": Promise(SAID, examples=8, tolerance=0.05), "b": Promise(EACH, examples=8, tolerance=0.1)}
-    whole, part = Training(sets=sets), Training(sets=sets)
+    whole, part = Training(look, sets=sets), Training(look, sets=sets)
     whole.run(stop)
     state = whole.keeper.state_dict(), whole.model.state_dict(), whole.optimizer.state_dict()
     keeper, model, optimizer = through_a_file(state)

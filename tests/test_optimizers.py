@@ -117,6 +117,19 @@ def test_several_optimizers_keep_promises_together_and_count_one_step(on, turned
     assert on == "gradient" or report[0].broke == 0.0
 
 
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+def test_no_part_of_a_step_is_taken_if_the_gradient_of_another_is_not_finite(on):
+    model = perceptron()
+    optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
+    keep_two(protect(model, optimizers, on=on))
+    forgets(model)
+    model[2].bias.grad[0] = torch.inf
+    before = flat(model)
+    with pytest.raises(ValueError, match=r"The gradient of 2.bias is not finite"):
+        optimizers[0].step()
+    assert torch.equal(flat(model), before)
+
+
 @pytest.mark.parametrize("look", [1, "auto"])
 def test_the_parts_of_a_step_keep_a_tolerance_together(look):
     """The part of the second optimizer gets the slack that the first one has left."""

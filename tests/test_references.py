@@ -208,10 +208,14 @@ def test_teacher_without_adapters():
     expected = stored(model, batch, stored.outputs(base, batch))
     torch.testing.assert_close(taught(model, batch), expected)
     assert expected.min() > 1e-4
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_B" in name)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     keeper = Keeper(model, optimizer)
     keeper.keep([batch], Promise(taught), name="chat")
     assert keeper.sets["chat"].outputs is None
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
     model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
     optimizer.step()
     assert keeper.last.names == ["chat"]

@@ -226,6 +226,20 @@ def test_a_refused_step_leaves_weights_state_and_statistics(on, bad):
     assert keeper.report()["old"].steps == 4
 
 
+def test_one_large_gradient_does_not_end_a_training_with_adam():
+    """Its square fits into the moment, and not the moment without its bias."""
+    model, optimizer, keeper = begin(
+        model=perceptron(torch.float32), make=partial(torch.optim.Adam, lr=0.01), on="both"
+    )
+    keeper.keep([task(1, dtype=torch.float32)])
+    for large in (1e20, 0.0, 0.0):
+        optimizer.zero_grad()
+        loss(model, task(2, dtype=torch.float32)).backward()
+        model[0].weight.grad[0, 0] += large
+        optimizer.step()
+    assert flat(model).isfinite().all()
+
+
 def failing(error):
     def method(K, b, warm_start):
         raise error("no answer")

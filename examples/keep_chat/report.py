@@ -49,9 +49,14 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
 
 
 def compared(records: Sequence[Record]) -> list[Record]:
-    """Return the records of the first form with all texts in one set: those of the figures and gates."""
+    """Return the records of the first form with all texts in one set: those of the second figure."""
     usual = [one for one in records if not one.get("kept") and one.get("sets", 1) == 1]
     return [one for one in usual if one["form"] == records[0]["form"]]
+
+
+def usual_rate(records: Sequence[Record]) -> list[Record]:
+    """Return the records at the rate of their form: those of the first figure and of the gates."""
+    return [one for one in records if one["rate"] == one["form"]["rate"]]
 
 
 def page(records: Sequence[Record]) -> str:
@@ -65,7 +70,7 @@ def page(records: Sequence[Record]) -> str:
             f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
             f"{seeds} seed{each}.\n\n{table(runs)}"
         )
-    return "\n\n".join([*parts, gates(compared(records))])
+    return "\n\n".join([*parts, gates(usual_rate(compared(records)))])
 
 
 def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], digits: int) -> str:
@@ -80,7 +85,6 @@ def table(runs: Sequence[Record]) -> str:
     """Return the table of a skill: means over the seeds with their 95 % intervals."""
     plain = [run["step"] for run in runs if run["kind"] == "plain"]
     base = mean(plain) if plain else None
-    rates = len({run["rate"] for run in runs if run["adapters"] == "lora"}) > 1
     columns: dict[str, tuple[Callable[[Record], float | None], int]] = {
         "New skill: loss": (lambda run: run["new"], 3),
         "Right, %": (lambda run: None if "accuracy" not in run else 100 * run["accuracy"], 1),
@@ -97,7 +101,7 @@ def table(runs: Sequence[Record]) -> str:
     rows = []
     by = grouped(lambda run: (run["name"], run["rate"], run["adapters"]), runs)
     for (name, rate, _), found in by.items():
-        label = f"{name}, rate {rate:g}" if rates and found[0]["kind"] != "before" else name
+        label = name if usual_rate(found) else f"{name}, rate {rate:g}"
         rows.append([label, *(_cell(found, *column) for column in columns.values())])
     used = [k for k in range(len(columns)) if any(row[k + 1] != "-" for row in rows)]
     head = ["Method", *(list(columns)[k] for k in used)]
@@ -106,8 +110,7 @@ def table(runs: Sequence[Record]) -> str:
 
 def gates(records: Sequence[Record]) -> str:
     """Return how many first runs pass a gate on the divergence, one run for each skill and seed."""
-    usual_rate = {record["form"]["rate"] for record in records}
-    first = [run for run in records if run["rate"] in usual_rate and run["adapters"] == "lora"]
+    first = [run for run in records if run["adapters"] == "lora"]
     methods: dict[str, Callable[[Record, float], bool]] = {
         method(kind, value): _is(kind, value) for kind, value in USUAL.items()
     }

@@ -26,6 +26,8 @@ _MOST_STEPS = 64
 _SAFETY, _DECAY, _MOST_SAFETY = 1.5, 0.9, 4.0
 # Errors of a forecast are relative to the forecast, or to this fraction of the tolerance if it is smaller.
 _SMALL = 0.1
+# Fraction of the loss along the whole way, by its curvature, below which weights have been set back.
+_BACK = 1.0 / 16.0
 # What is known about each row, one after the other; those of a new row.
 _NEW = torch.tensor([[0.0], [0.0], [_SAFETY], [0.0], [0.0], [0.0]], dtype=torch.float64)
 
@@ -47,6 +49,10 @@ class Forecast:
         self.names: list[Any] = []
         self.known = _NEW[:, :0]
         self._copied: tuple[Tensor, Any] | None = None  # which rows are due, on their way to the host
+
+    def forget(self, name: Any) -> None:
+        """Begin anew for a set whose examples are others now."""
+        self.names = [None if known == name else known for known in self.names]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling."""
@@ -112,7 +118,11 @@ class Forecast:
         safer, none = error.maximum(1.0 + _DECAY * (safety - 1.0)), torch.zeros_like(found)
         # A mean of the drawn examples has an error of its own, and so has the forecast: their mean has less.
         mean = torch.where(way > 0.0, 0.5 * (found + self._now), found)
-        fresh = [mean, way + self._since, safer, none, none, none]
+        # If weights were set back, as by a checkpoint, the way is not the sum: the loss along it would be
+        # many times as large as forecast. Then it is unknown, and another row is computed soon.
+        whole = way + self._since
+        back = (way > 0.0) & (self._now * way**2 < _BACK * self.known[0] * whole**2)
+        fresh = [mean, torch.where(back, none, whole), safer, none, none, none]
         old = [self.known[0], way, safety, self._rise, self._since, steps]
         self.known = torch.where(torch.tensor(due, device=found.device), torch.stack(fresh), torch.stack(old))
 

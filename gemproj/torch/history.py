@@ -166,7 +166,7 @@ class Line:
     now, worst : float
         Loss of the drawn examples at the last step, and the largest loss of all steps.
     bound : float
-        Largest loss that the promise allows at the last step; NaN for a promise without a tolerance.
+        Largest loss that the promise allows the drawn examples of the last step; NaN without a tolerance.
     steps : int
         Number of steps under the promise.
     would_break, broke : float
@@ -277,6 +277,9 @@ class History:
             (old if key == name else key): line if key != name else replace(line, name=old, examples=0)
             for key, line in self.lines.items()
         }
+        for _, values in self._points:
+            if name in values:
+                values[old] = values.pop(name)
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
         """Return a list of (step, loss, bound) for each set; the bound is NaN without a tolerance."""
@@ -447,9 +450,9 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
         if name not in sets:
             continue
         kept = sets[name]
-        line.examples, line.stored = len(kept), float(kept.losses.mean())
         allowed = kept.promise.allowed or 0.0
-        bound, now = line.stored + allowed, line.now
+        bound, now = line.stored + allowed, line.now  # of the examples of the last step
+        line.examples, line.stored = len(kept), float(kept.losses.mean())
         if name in held_out:
             line.held, line.held_out = len(kept.held), held_out[name]
             line.held_bound = bound = float(kept.held.losses.mean()) + allowed

@@ -34,6 +34,10 @@ class RowByRow(Exception):
     """Raised if rows cannot share a pass; the message is the reason."""
 
 
+class NotYet(RowByRow):
+    """Raised if this look cannot tell."""
+
+
 @dataclass
 class Plan:
     """How rows of a kind are computed: a function, and the number of rows per pass."""
@@ -41,6 +45,7 @@ class Plan:
     way: Any = None
     rows: int = 1
     entries: int | None = None  # of the batch of the first pass
+    reached: Sequence[int] = ()  # the parameters on which the first rows depend
     rounding: float = 0.0  # the largest relative error of the products of the last pass
 
 
@@ -73,7 +78,9 @@ class SharedPasses:
                 parts = (some[start : start + plan.rows] for start in range(0, len(some), plan.rows))
                 left += [draw for part in parts for draw in _share(G, model, part, plan)]
             except Exception as error:  # an error of the loss itself is raised again by `alone`
-                self._plans[kind], self.reason = Plan(), str(error)
+                self.reason = str(error)
+                if not isinstance(error, NotYet):
+                    self._plans[kind] = Plan()
                 left += some
         return left
 
@@ -87,6 +94,8 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
     """Find a way that computes the first rows as their own passes do, and the number of rows per pass."""
     n, device, threads = len(draws[0].at), G.vector.device, torch.get_num_threads()
     used = _activations(model, lambda: alone(draws[0]))
+    if _is_rounding(G, draws[0].k):
+        raise NotYet("losses are zero, and gradients rounding errors, as at the beginning of a distillation")
     of_pass, of_row = threads * _CPU_PASS, threads * _CPU_ROW
     if device.type == "cuda":  # large passes are faster on GPUs (docs/performance.md)
         of_pass = torch.cuda.mem_get_info(device)[0] // 4
@@ -112,18 +121,23 @@ def _compare(G: Any, model: nn.Module, draws: list[Draw], plan: Plan, alone: Any
     own = []
     for draw in (draws[0], draws[-1]):
         alone(draw)
-        own.append((draw.k, G.buffer[draw.k].clone(), float(G.found[draw.k])))
+        own.append((draw.k, G.buffer[draw.k].clone(), _is_rounding(G, draw.k)))
+    plan.reached = [j for j, reached in enumerate(G.reached) if reached]
     _share(G, model, draws, plan)
-    for k, row, loss in own:
+    for k, row, small in own:
         kind = torch.promote_types(row.dtype, torch.float32)
         size, apart = (float(torch.linalg.vector_norm(a, dtype=kind)) for a in (row, G.buffer[k] - row))
-        # At the beginning of a distillation, losses are zero and gradients are rounding errors.
-        rounding = 4.0 * torch.finfo(row.dtype).eps * (1.0 + abs(loss))
-        if abs(loss) > rounding and not apart <= min(4.0 * plan.rounding**0.5, _MOST_APART) * size:
+        if not small and not apart <= min(4.0 * plan.rounding**0.5, _MOST_APART) * size:
             raise RowByRow(
                 f"rows of a shared pass differ by {apart / max(size, 1e-30):.1g} of their norm. Does the "
                 "loss of an example depend on the others of its batch, or draw random numbers?"
             )
+
+
+def _is_rounding(G: Any, k: int) -> bool:
+    """Return whether a loss is zero up to rounding; then so is its gradient."""
+    loss = abs(float(G.found[k]))
+    return loss <= 4.0 * torch.finfo(G.buffer.dtype).eps * (1.0 + loss)
 
 
 def _share(G: Any, model: nn.Module, draws: list[Draw], plan: Plan) -> list[Draw]:
@@ -141,6 +155,8 @@ def _share(G: Any, model: nn.Module, draws: list[Draw], plan: Plan) -> list[Draw
     if any(leaf.shape[:1] != (len(draws) * len(draws[0].at),) for leaf in tensors):
         raise RowByRow("the first dimension of a batch does not count examples, as in packed texts")
     plan.rounding = plan.way(G, model, draws, batch, outputs)
+    for j in plan.reached:
+        G.reached[j] = True
     return []
 
 
@@ -159,7 +175,7 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
     gradients, losses = vmap(grad_and_value(scaled), (None, 0))(own, given)
     for gradient, part in zip(gradients, G.parts(first.k, t), strict=True):
         part.copy_(gradient * first.weight)
-    G.note(first.k, range(len(names)), losses / G.scale * first.weight)
+    G.note(first.k, (), losses / G.scale * first.weight)  # a gradient of zeros may be that of no parameter
     return max(map(_rounding, own))
 
 

@@ -7,6 +7,7 @@ import types
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -119,7 +120,7 @@ class KeeperBase:
             tensors.
         promise : Promise, loss or float, optional
             By default the promise of this set from an earlier call, or else the keeper's. A loss alone, or a
-            tolerance alone, takes the other options of the keeper's promise.
+            tolerance alone, takes its other options.
         name : hashable, optional
             Name of the set; a known name adds to that set. By default the first unused integer.
         collate : callable, optional
@@ -174,6 +175,7 @@ class KeeperBase:
         if known is not None and known.promise != chosen:
             self.history.close(name)
         self.sets[name] = kept
+        self._forecast.forget(name)
         self._training.change()
 
     def forget(self, name: Hashable) -> None:
@@ -181,10 +183,10 @@ class KeeperBase:
         if name not in self.sets:
             raise KeyError(f"no set is named {name!r}; found {list(self.sets)}")
         self.history.close(name)
+        self._forecast.forget(name)
         del self.sets[name]
         if self._training is not None:
-            self._training.change()
-            self._training.warm = {}
+            self._training.forget(name)
 
     def report(self) -> Report:
         """Return a report on each promise; it prints as a table, and its ``plot()`` draws the losses.
@@ -195,9 +197,15 @@ class KeeperBase:
         return make_report(self.history, self.sets, self.held_out())
 
     def held_out(self) -> dict[Hashable, tuple[float, float, float]]:
-        """Return the loss of the held-out examples of each set now, with the ends of its 95 % interval."""
-        apart = {name: kept.held for name, kept in self.sets.items() if kept.held is not None}
-        if self._training is None or not apart:
+        """Return the loss of the held-out examples of each set now, with the ends of its 95 % interval.
+
+        Sets that were kept with other adapters than those that are active are left out.
+        """
+        if self._training is None:
+            return {}
+        active = self._training.active()
+        apart = {name: kept.held for name, kept in active.items() if kept.held is not None}
+        if not apart:
             return {}
         vector, (inner, _) = self._training.vector(), unwrapped(self._training.model)
         return {
@@ -213,7 +221,7 @@ class KeeperBase:
         """Clip the gradient in the next step, after its projection; return its current norm.
 
         Use this in place of `torch.nn.utils.clip_grad_norm_` with a weight: replayed rows are then clipped
-        with the gradient, as in replay.
+        with the gradient, as in replay. Of several optimizers, each part is clipped by itself.
         """
         for step in self._steps:
             step.max_norm = max_norm
@@ -231,13 +239,13 @@ class KeeperBase:
     def state_dict(self) -> dict[str, Any]:
         """Return the kept sets, the history and the warm start; not the promises and collate functions.
 
-        With ``look="auto"``, the next step looks at all sets, as the one that resumes from the state does.
+        The next step looks at all sets, as the one that resumes from the state does.
         ``torch.load(..., weights_only=True)`` can read it if the examples are nestings of tensors, numbers
         and strings. To resume, keep the same sets in the same way, then load the state.
         """
         last = {} if self._training is None else self._training.warm
-        if self._training is not None and self.look == "auto":
-            self._training.change()  # the next step looks, as that of a training which resumes from the state
+        if self._training is not None:
+            self._training.change()
         return {
             "sets": [kept.state_dict() for kept in self.sets.values()],
             "random": self._random.get_state(),
@@ -328,8 +336,7 @@ class KeeperBase:
         if limit is not None:
             check_count(limit, "limit", 1)
         known = self.sets.get(name) if name is not None else None
-        # A loss alone takes the keeper's options; a tolerance alone, and nothing, those of the set.
-        chosen = as_promise(promise, self.promise if known is None or callable(promise) else known.promise)
+        chosen = as_promise(promise, self.promise if known is None else known.promise)
         if known is not None and not _alike(known.promise.loss, chosen.loss):
             raise ValueError(
                 f"promise about {name!r} must have the loss of the examples that are kept under this name, "
@@ -494,6 +501,13 @@ def _divided(kept: KeptSet, share: float, random: torch.Generator) -> KeptSet:
     return whole
 
 
-def _alike(one: Loss, other: Loss) -> bool:
-    """Return whether losses are the same function, or objects of the same class."""
-    return one is other or (type(one) is type(other) and not isinstance(one, types.FunctionType))
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether losses are the same function, or objects of one class with the same attributes."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, partial):
+        return _alike(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
+    if isinstance(one, types.FunctionType | types.MethodType) or not hasattr(one, "__dict__"):
+        return bool(one == other)
+    mine, others = vars(one), vars(other)
+    return mine.keys() == others.keys() and all(map(_alike, mine.values(), others.values()))

@@ -249,8 +249,13 @@ class Distillation:
                     "teacher='base' needs a model of peft, whose adapters can be off; found "
                     f"{type(model).__name__}. Without a teacher, outputs are stored."
                 )
-            with model.disable_adapter():  # type: ignore[operator]
-                outputs = self._said(model, batch)
+            trained = [p.requires_grad for p in model.parameters()]
+            try:
+                with model.disable_adapter():  # type: ignore[operator]
+                    outputs = self._said(model, batch)
+            finally:  # peft has all of the adapter trained again, also what is frozen
+                for p, was in zip(model.parameters(), trained, strict=True):
+                    p.requires_grad_(was)
         logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
         if mask is None and isinstance(outputs, PerExample):

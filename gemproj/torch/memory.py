@@ -58,6 +58,11 @@ class KeptSet:
 
     def joined(self, more: KeptSet) -> KeptSet:
         """Return the set with more examples; those at hand keep their outputs and losses."""
+        if self.adapter != more.adapter:
+            raise ValueError(
+                f"The examples of {self.name!r} were kept with adapter {self.adapter!r}, and "
+                f"{more.adapter!r} is active. Use another name."
+            )
         if (self.outputs is None) != (more.outputs is None):
             had = "without" if self.outputs is None else "with"
             raise ValueError(

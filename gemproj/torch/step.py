@@ -249,6 +249,11 @@ class ProjectedStep:
         """Project the gradient, and clip it."""
         start, rows, keeper, vector = time.perf_counter(), self._rows, self._training.keeper, self._vector
         if rows is None:
+            if keeper.project and len(self._training.rows):  # a step that is left alone
+                try:
+                    self._check_finite(None)
+                except ValueError as error:
+                    self._refuse(error)
             self._clip()
             return
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -257,9 +262,9 @@ class ProjectedStep:
         held, self._solution = [group is not None for group in self._groups], None
         if any(p.grad is not None for p in vector.parameters):
             try:
-                if keeper.on == "step":
+                if keeper.on == "step" or len(self._training.steps) > 1:  # before any optimizer steps
                     self._check_finite(rows)
-                else:
+                if keeper.on != "step":
                     self._solution, _ = self._solve("gradient", rows, vector.read_gradient(), held)
             except ValueError as error:
                 if keeper.project:
@@ -405,8 +410,9 @@ class ProjectedStep:
             parts, seconds, betas, counts, eps, rates = map(list, zip(*found, strict=True))
             counts, rates = _numbers(counts, w.device), _numbers(rates, w.device)
             # All parameters at once: six operations for each would take longer than the optimizer's step.
-            roots: Any = torch._foreach_div(seconds, [1 - b**n for b, n in zip(betas, counts, strict=True)])
-            torch._foreach_sqrt_(roots)
+            # As in Adam, roots are divided, because a quotient of squares may overflow.
+            roots: Any = torch._foreach_sqrt(seconds)
+            torch._foreach_div_(roots, [(1 - b**n) ** 0.5 for b, n in zip(betas, counts, strict=True)])
             roots = [a if (a.dtype, a.device) == (w.dtype, w.device) else a.to(w) for a in roots]
             torch._foreach_maximum_(parts, roots)
             torch._foreach_add_(parts, eps)
@@ -434,16 +440,18 @@ class ProjectedStep:
         clip_grads_with_norm_(parameters, most, self.norm)
         self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0)  # the factor of torch
 
-    def _check_finite(self, rows: Rows) -> None:
+    def _check_finite(self, rows: Rows | None) -> None:
         """Raise on all processes unless gradient and rows are finite; on a device, that would synchronise."""
         vector = self._vector
         if vector.device.type != "cpu":
             return
         gradients = [local(p.grad) for p in vector.parameters if p.grad is not None]
         wrong = not all(bool(g.isfinite().all()) for g in gradients)
-        norms = rows.lengths() if rows.norms is None else rows.norms
-        if not vector.topology.collective:
-            rows.norms = norms
+        norms = torch.zeros(0, dtype=torch.float64)
+        if rows is not None:
+            norms = rows.lengths() if rows.norms is None else rows.norms
+            if not vector.topology.collective:
+                rows.norms = norms
         flags = torch.cat([torch.tensor([wrong]), ~norms.isfinite()]).to(norms.dtype)
         found = vector.topology.sum_shards(flags).nonzero().flatten().tolist()
         if found:

@@ -134,6 +134,12 @@ class Training:
         """Have the next step compute all rows, because sets were kept, dropped or loaded."""
         self._changed = True
 
+    def forget(self, name: Hashable) -> None:
+        """Drop the multipliers of a set, and have the next step compute all rows."""
+        self.change()
+        for kind, (names, lam) in self.warm.items():
+            self.warm[kind] = [None if had == name else had for had in names], lam
+
     def look(self, step: ProjectedStep) -> Rows | None:
         """Return the rows for a step that begins, computed now if they are due; None to leave it alone."""
         keeper = self.keeper
@@ -149,7 +155,7 @@ class Training:
             self._tell_rate()
         self._begun += 1
         self.rows.wait()
-        sets = self._active()
+        sets = self.active()
         due = self._due(sets)
         if due is None or any(due):
             self._compute(sets, due)
@@ -214,7 +220,7 @@ class Training:
         if keeper.sets:
             _warn_of_statistics(self.model)
 
-    def _active(self) -> dict[Hashable, KeptSet]:
+    def active(self) -> dict[Hashable, KeptSet]:
         """Return the sets whose losses can move now, by name: not those of other adapters."""
         adapter = adapters(unwrapped(self.model)[0])
         return {name: kept for name, kept in self.keeper.sets.items() if kept.adapter == adapter}
