@@ -362,6 +362,17 @@ def test_a_run_that_keeps_nothing_and_moving_statistics_are_told():
     take(model, optimizer, task(2))
 
 
+def test_a_rate_is_judged_again_after_a_warm_up():
+    model, optimizer, keeper = begin(EACH, tolerance=0.001, on="gradient", repair=0.01)
+    keeper.keep([task(1)])
+    keeper._soon = (5, 20)
+    for step in range(20):
+        optimizer.param_groups[0]["lr"] = 1e-6 if step < 8 else 2.0
+        take(model, optimizer, rival(task(1)))
+    with pytest.warns(UserWarning, match="After 20 steps, losses of 0 are above their bounds"):
+        take(model, optimizer, rival(task(1)))
+
+
 @pytest.mark.parametrize("closure", [False, True])
 def test_warnings_point_at_the_line_of_the_user(closure):
     model = perceptron()
@@ -452,6 +463,18 @@ def test_the_drawn_examples_are_compared_with_their_own_losses():
     for _ in range(12):
         take(model, optimizer, task(2))
         assert keeper.report().kept
+
+
+def test_no_promise_is_kept_that_is_not_there_or_not_a_number():
+    model, optimizer, keeper = begin(EACH)
+    assert not keeper.report().kept
+    keeper.keep([task(1)], name="a", hold_out=0.25)
+    assert keeper.report().kept
+    take(model, optimizer, task(2))
+    model.requires_grad_(False)
+    assert keeper.report().kept  # a model that is frozen is scored
+    model[0].weight.fill_(torch.nan)
+    assert not keeper.report().kept
 
 
 def test_a_state_takes_the_place_of_all_statistics():

@@ -174,6 +174,18 @@ def test_an_interval_of_examples_that_have_moved_alike_is_a_point():
         assert [low, high] == pytest.approx([mean, mean], abs=1e-7)
 
 
+def test_the_interval_of_few_examples_is_students():
+    for n, quantile in ((2, 12.706), (3, 4.303), (4, 3.182), (11, 2.228)):
+        model = torch.nn.Linear(1, 1).double()
+        keeper = Keeper(model, sgd(model.parameters()), lambda m, x: m.bias * x[:, 0])
+        keeper.keep([torch.arange(2.0 * n).double()[:, None]], hold_out=0.5)
+        with torch.no_grad():
+            model.bias.add_(1.0)
+        held, (mean, low, _) = keeper.sets[0].held, keeper.report()[0].held_out
+        half = quantile * float(held.examples.std() / n**0.5)
+        assert mean - low == pytest.approx(half, rel=0.02)
+
+
 def test_held_out_examples_of_more_are_added_to_those_at_hand():
     model = perceptron()
     keeper = Keeper(model, sgd(model.parameters()), CrossEntropy(logits, labels=1))

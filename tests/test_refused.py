@@ -73,7 +73,8 @@ CALLS = [
     (lambda: keeper(method="gem2017"), ValueError, "made for gradients"),
     (lambda: keeper(Promise(EACH, tolerance=0.1), method="gem2017", on="gradient"), ValueError, "tolerance cannot be combined with method"),
     (lambda: keeper(SAID, method="gem2017", on="gradient"), ValueError, "tolerance cannot be combined with method"),
-    (lambda: keeper(weight=0.5), TypeError, "unexpected keyword argument 'weight'"),
+    (lambda: keeper(weight=0.5), TypeError, r"weight is an option of Promise: pass promise=Promise\(..., weight="),
+    (lambda: keeper(strength=0.5), TypeError, "Keeper got an unexpected keyword argument 'strength'"),
     (lambda: keeper(process_group=0), TypeError, "process_group must be a"),
     # --- what optimizers hold: what is trainable, once, and nothing else
     (lambda: keeper(make=lambda m: [halves(m)[0], sgd(m[2].parameters(), maximize=True)]), ValueError, "maximize=True"),

@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
             for skill in skills
             for run in runs_of(text, options.form, where, file, skill, seed, device)
         ]
+        results.check({"texts": file.stem})
         waiting = results.missing(wanted)
         console.print(f"[bold]keep_chat[/]  {len(waiting)} of {len(wanted)} runs")
         work(waiting, results.keep, options.jobs or (1 if device == "cuda" else command.cores()), console)

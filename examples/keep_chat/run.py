@@ -109,7 +109,8 @@ class Run:
             from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
 
             reduce_intruder_dimension(model, logging_sink=None)
-        return found | measured(model, data, self.skill) | {"about": origin()}
+        about = origin({"texts": self.prepared.stem})  # of this model
+        return found | measured(model, data, self.skill) | {"about": about}
 
 
 @lru_cache(maxsize=1)

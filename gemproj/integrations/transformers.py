@@ -118,7 +118,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         loader, tokenizer = kwargs.get("train_dataloader"), kwargs.get("processing_class")
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
         self._collate = _Examples(model, tokenizer, args, loader)
-        self._soon = max(min(type(self)._soon, state.max_steps // 10), 4)
+        tenth = max(state.max_steps // 10, 4)
+        self._soon = (min(tenth, 20), tenth)  # a warm-up may end between the two
         self._keep_pending()
         self._noted, self._noted_at = 0, -1  # a callback that was added twice is called twice
         self.logs()  # drops the numbers of an earlier training

@@ -372,12 +372,12 @@ class Report(dict[Any, Line]):
     Attributes
     ----------
     kept : bool
-        Whether all promises are kept, see `Line`.
+        Whether there are promises, and all are kept, see `Line`.
     """
 
     @property
     def kept(self) -> bool:  # noqa: D102
-        return all(line.kept for line in self.values())
+        return bool(self) and all(line.kept for line in self.values())
 
     def __init__(
         self, lines: Iterable[Line], points: Mapping[Any, Sequence[tuple[int, float, float]]]
@@ -457,7 +457,8 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
             line.held, line.held_out = len(kept.held), held_out[name]
             line.held_bound = bound = float(kept.held.losses.mean()) + allowed
             now = line.held_out[0 if allowed or line.held == 1 else 1]
-        line.kept = not now > bound + _LOSSES * (1.0 + abs(bound))
+        # False for NaN; without a step, nothing has changed.
+        line.kept = now <= bound + _LOSSES * (1.0 + abs(bound)) or not (line.steps or line.held)
     return Report(lines, points)
 
 

@@ -36,7 +36,7 @@ class KeeperBase:
     _usual = Promise()  # the promise if none is given
     _remedy = "Call keep(examples)."
     _waits = False  # whether `keep` waits for a training that has a model
-    _soon = 20  # number of steps after which a rate is judged
+    _soon: tuple[int, ...] = (20,)  # numbers of steps after which a rate is judged
     max_norm: float | None = None  # norm to which every gradient is clipped after its projection
 
     def __init__(
@@ -49,7 +49,12 @@ class KeeperBase:
         project: bool = True,
         microbatch: int | None = None,
         process_group: Any = None,
+        **misplaced: Any,
     ) -> None:
+        for option in misplaced:
+            if option in {known.name for known in fields(Promise)}:
+                raise TypeError(f"{option} is an option of Promise: pass promise=Promise(..., {option}=...).")
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {option!r}")
         self._given = promise is not None
         self.promise, self.on, self.method = as_promise(promise, self._usual), on, method
         check_promise(self.promise, method, on)
@@ -317,9 +322,10 @@ class KeeperBase:
 
     def _keep_pending(self) -> None:
         """Keep what `keep` was called with before there was a model."""
-        pending, self._pending = self._pending, []
-        for data, promise, named in pending:
+        while self._pending:  # what could not be kept waits for the next training
+            data, promise, named = self._pending[0]
             self.keep(data, promise, **named)
+            del self._pending[0]
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
         """Return data as `read` takes it, and the function that makes a batch of its examples."""
@@ -378,8 +384,8 @@ class Keeper(KeeperBase):
     a gradient scaler skips. ``.grad``, module modes and torch's random state are restored. The model runs in
     evaluation mode: dropout is off, and batch normalisation uses its running statistics. The model may be
     wrapped in DistributedDataParallel or sharded by ``fully_shard``; each process then keeps its own examples
-    of the same sets. A step that is refused, for example because the gradient is not finite, leaves weights
-    and the optimizer's state as they were.
+    of the same sets. A step that is refused, on the CPU for example because the gradient is not finite,
+    leaves weights and the optimizer's state as they were.
 
     Parameters
     ----------
@@ -452,10 +458,11 @@ class Keeper(KeeperBase):
         microbatch: int | None = None,
         scaler: Any = None,
         process_group: Any = None,
+        **misplaced: Any,
     ) -> None:
         super().__init__(
             promise, on=on, method=method, look=look, project=project, microbatch=microbatch,
-            process_group=process_group,
+            process_group=process_group, **misplaced,
         )  # fmt: skip
         self._attach(model, optimizer, scaler=scaler)
 
@@ -480,9 +487,6 @@ class CallbackBase(KeeperBase):
         hold_out: float = 0.0,
         **options: Any,
     ) -> None:
-        if misplaced := options.keys() & {option.name for option in fields(Promise)}:
-            name = min(misplaced)
-            raise TypeError(f"{name} is an option of Promise: pass promise=Promise(..., {name}=...).")
         super().__init__(promise, **options)
         if data is not None:
             self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)

@@ -74,8 +74,10 @@ class Training:
     def vector(self) -> ParameterVector:
         """Return the trainable parameters that the model has now, as a vector."""
         vector = self.rows.vector
+        # Also of a model that is frozen after its training, which can still be scored.
         known = vector.topology.collective or self._parameters() == self._known
-        return vector if known else self._new_vector()
+        frozen = not any(p.requires_grad for p in self.model.parameters())
+        return vector if known or frozen else self._new_vector()
 
     def _new_vector(self) -> ParameterVector:
         whole, parallel = unwrapped(self.model)
@@ -151,7 +153,7 @@ class Training:
             self._renew()
         if self._begun == 0:
             self._begin()
-        if self._begun == keeper._soon and keeper.project:
+        if self._begun in keeper._soon and keeper.project:
             self._tell_rate()
         self._begun += 1
         self.rows.wait()
@@ -281,9 +283,11 @@ class Training:
 
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
-        soon, history, far, most = self.keeper._soon, self.keeper.history, list[str](), 0.0
+        soon, history, far, most = self._begun, self.keeper.history, list[str](), 0.0
         for name, points in history.points().items():
-            late = [loss - bound for step, loss, bound in points if step >= history.steps - soon // 2]
+            late = [
+                loss - bound for step, loss, bound in points if step >= history.steps - min(soon // 2, 10)
+            ]
             kept = self.keeper.sets.get(name)
             # Of a tolerance of zero, rounding is an excess.
             if late and kept is not None and kept.promise.allowed:
