@@ -42,8 +42,8 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
     written[0].write_text(text + "\n", encoding="utf-8")
     shown = compared(records)
     if any(record["kind"] == "promise" for record in shown):
-        for drawing in (asked, front):
-            path = save(folder / f"{drawing.__name__}-light.svg", drawing, shown, **LOOK)
+        for drawing, some in ((asked, usual_rate(shown)), (front, shown)):
+            path = save(folder / f"{drawing.__name__}-light.svg", drawing, some, **LOOK)
             written += [path, dark(path)]
     return written
 
@@ -141,7 +141,7 @@ def _at_gate(run: Record, gate: float) -> bool:
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 PALETTE = {
     "plain": colours.FINE_TUNING, "outputs": colours.REPLAY_OF_OUTPUTS, "promise": colours.GEM,
-    "text": colours.REPLAY, "average": colours.AGEM, "own": colours.NO_EXAMPLES,
+    "text": colours.REPLAY, "average": colours.AGEM, "own": colours.IGEM, "osf": colours.GEM_WEIGHTED,
 }  # fmt: skip
 # Text and axes have one colour, and the grid is seen on a dark page, too.
 LOOK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
@@ -194,7 +194,7 @@ def front(records: Sequence[Record]) -> Figure:
             look: dict[str, Any] = {"marker": "o", "color": PALETTE[kind]}
             points = sorted(
                 (mean(run["held_out"] for run in some), mean(run["new"] for run in some), some[0]["value"])
-                for some in grouped("name", found).values()
+                for some in grouped(lambda run: (run["name"], run["rate"]), found).values()
             )
             ax.plot(*list(zip(*points, strict=True))[:2], label=KINDS[kind], **look)
             for x, y, value in points:

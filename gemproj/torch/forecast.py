@@ -118,10 +118,11 @@ class Forecast:
         safer, none = error.maximum(1.0 + _DECAY * (safety - 1.0)), torch.zeros_like(found)
         # A mean of the drawn examples has an error of its own, and so has the forecast: their mean has less.
         mean = torch.where(way > 0.0, 0.5 * (found + self._now), found)
-        # If weights were set back, as by a checkpoint, the way is not the sum: the loss along it would be
-        # many times as large as forecast. Then it is unknown, and another row is computed soon.
+        # The way is no sum of lengths if weights were set back, as by a checkpoint: the loss is small again, and
+        # forecast to be. Then it is unknown, and the row is computed again soon.
         whole = way + self._since
-        back = (way > 0.0) & (self._now * way**2 < _BACK * self.known[0] * whole**2)
+        least = _BACK * self.known[0]
+        back = (way > 0.0) & (found.abs() < least) & (self._now * way**2 < least * whole**2)
         fresh = [mean, torch.where(back, none, whole), safer, none, none, none]
         old = [self.known[0], way, safety, self._rise, self._since, steps]
         self.known = torch.where(torch.tensor(due, device=found.device), torch.stack(fresh), torch.stack(old))
