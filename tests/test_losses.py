@@ -48,6 +48,19 @@ def test_cross_entropy_of_tokens_is_the_mean_over_those_with_a_label(shift):
     assert found[2] == 0.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_of_many_classes(dtype):
+    logits = torch.randn(3, 5, 1001, dtype=dtype, requires_grad=True)
+    labels = torch.randint(1001, (3, 5)).index_fill(1, torch.tensor([1]), -100)
+    found = CrossEntropy(given, shift=True)(logits, {"labels": labels})
+    wide = logits[:, :-1].float().movedim(-1, 1)
+    expected = functional.cross_entropy(wide, labels[:, 1:], reduction="none").sum(1) / 3
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(one.sum(), logits)[0] for one in (found, expected)))
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        CrossEntropy(given)(logits, {"labels": labels.index_fill(1, torch.tensor([2]), 1001)})
+
+
 def test_which_examples_have_a_label():
     labels = torch.tensor([[1, 2, -100], [3, -100, -100], [-100, -100, -100]])
     batch = {"labels": labels}

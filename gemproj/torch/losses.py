@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj._checks import check_count, check_number
@@ -131,14 +131,17 @@ class CrossEntropy:
             raise ValueError(
                 f"shift=True is for logits of tokens, (n, tokens, classes); found {tuple(logits.shape)}."
             )
-        if self._shift:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        logits = widened(logits).flatten(0, -2)
-        values = cross_entropy(logits, labels.flatten().long(), ignore_index=_IGNORED, reduction="none")
-        values, counts = values.view(labels.shape), labels != _IGNORED
-        if examples is not None and self._shift:  # no example predicts the first label of another
-            counts = counts & (examples[:, 1:] == examples[:, :-1])
-        return _means(values, counts, examples)
+        if self._shift:  # of the labels, because logits without the last position would be a copy
+            labels = pad(labels[:, 1:], (0, 1), value=_IGNORED)
+            if examples is not None:  # no example predicts the first label of another
+                labels[:, :-1].masked_fill_(examples.diff(dim=1) != 0, _IGNORED)
+        flat, target, counts = logits.flatten(0, -2), labels.flatten().long(), labels != _IGNORED
+        if flat.shape[-1] > _MANY:  # without a copy of the logits
+            classes = target.masked_fill(target == _IGNORED, 0)
+            values = -chosen(flat, None, classes[:, None], 1.0)
+        else:
+            values = cross_entropy(widened(flat), target, ignore_index=_IGNORED, reduction="none")
+        return _means(values.view(labels.shape), counts, examples)
 
 
 class Distillation:
@@ -370,11 +373,11 @@ def _means(values: Tensor, counts: Tensor, examples: Tensor | None = None) -> Te
 
 
 def _sums(values: Tensor, examples: Tensor | None) -> Tensor:
-    """Sum values over each row, or over each example; the values may lack the first positions of rows."""
+    """Sum values over each row, or over each example."""
     if examples is None:
         return values.reshape(len(values), -1).sum(1)
-    sums, of = values.new_zeros(int(examples[-1, -1]) + 1), examples[:, examples.shape[1] - values.shape[1] :]
-    return sums.index_add(0, of.flatten(), values.flatten())
+    sums = values.new_zeros(int(examples[-1, -1]) + 1)
+    return sums.index_add(0, examples.flatten(), values.flatten())
 
 
 def _examples_of(batch: Batch, shape: torch.Size) -> Tensor | None:
