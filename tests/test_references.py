@@ -1,13 +1,14 @@
 """Texts that a model writes itself, sets that are held out, and a teacher that stores nothing."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
-from gemproj.torch.references import write_references
+from gemproj.torch.references import _Writer, write_references
 from tests.models import adapted, flat, language_model, logits, perceptron, rival, sgd, task, tokenizer
 
 TEMPLATE = (
@@ -67,8 +68,98 @@ def test_cache(tmp_path, monkeypatch):
     assert write(model, words, cache=tmp_path) == first
     monkeypatch.undo()
     with torch.no_grad():
-        model.lm_head.weight.mul_(0.5)
+        model.lm_head.weight[5:9].mul_(0.5)
     assert write(model, words, cache=tmp_path) != first  # another model
+
+
+def test_keys_of_the_cache():
+    """Whatever changes what is written changes the key."""
+    model, words = tools()
+    other, again = tokenizer(WORDS[::-1]), tokenizer(WORDS)
+    again.eos_token = "w1"
+    model = adapted(model, target_modules=["q_proj"])
+    model.add_adapter("b", model.peft_config["default"])
+    keys = [_Writer(model, one, 8, 1.0).key({}) for one in (words, tokenizer(WORDS), other, again)]
+    assert keys[0] == keys[1]
+    model.set_adapter("b")
+    keys.append(_Writer(model, words, 8, 1.0).key({}))
+    with model.disable_adapter():
+        keys.append(_Writer(model, words, 8, 1.0).key({}))
+    model.generation_config.eos_token_id = 5
+    keys.append(_Writer(model, words, 8, 1.0).key({}))
+    assert len(set(keys)) == len(keys) - 1
+
+
+def test_a_cache_that_cannot_be_read_or_written_stops_nothing(tmp_path):
+    model, words = tools()
+    first = write(model, words, cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    for damaged in (whole[:20], ""):
+        file.write_text(damaged)
+        assert write(model, words, cache=tmp_path) == first
+        assert file.read_text() == whole
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.warns(UserWarning, match="texts that the model wrote are not stored"):
+        assert write(model, words, cache=file / "folder") == first
+
+
+@pytest.mark.parametrize("answer", [[1], [2, 3, 4, 5, 6, 7, 8, 9, 1], [2] * 12, None])
+def test_useless_answers_of_a_chat_model_are_refused(answer, monkeypatch):
+    """Empty, the same each time, or of one word; or there is no question."""
+    model, words = tools(chat=True)
+    generate, asked = model.generate, []
+
+    def says(input_ids, **options):
+        asked.append(len(set(map(tuple, input_ids.tolist()))) == 1)  # the beginning of the template
+        if answer and asked[-1]:
+            return generate(input_ids=input_ids, **options)
+        return torch.cat([input_ids, torch.tensor([answer or [1]] * len(input_ids))], 1)
+
+    monkeypatch.setattr(model, "generate", says)
+    with pytest.raises(ValueError, match=r"Only [01] of \d+ texts .*, or the answers in them, are empty"):
+        write(model, words)
+
+
+def test_inputs_of_an_encoder_begin_at_its_first_position():
+    model, words = tools("bart")
+    with torch.no_grad():
+        model.model.encoder.embed_positions.weight.normal_()
+    seen, short = [], [2, 3, 4]
+    model.model.encoder.register_forward_hook(lambda module, given, out: seen.append(out[0][0, :3]))
+    writer = _Writer(model.eval(), words, 4, 1.0)
+    for prompts in ([short], [short, [5] * 9]):
+        writer._written(prompts)
+    torch.testing.assert_close(*seen)
+
+
+def test_other_generation_configs():
+    """Also strings that end a text, after which there is padding."""
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: k for k, c in enumerate("_abcdefghijklmnopqrs")}, [])
+    )
+    words.decoder = tokenizers.decoders.Fuse()
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="_")
+    model, _ = tools()
+    others = {"return_dict_in_generate": True, "num_return_sequences": 2, "stop_strings": ["s", "e"]}
+    for name, value in ({"do_sample": True} | others).items():
+        setattr(model.generation_config, name, value)
+    texts = [one["input_ids"] for one in write(model, words, tokens=40)]
+    assert len(set(map(len, texts))) > 1
+    assert all(one[-1] != words.pad_token_id for one in texts)
+
+
+PARTS = "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("m['content']", PARTS)])
+def test_the_chat_template_of_a_processor(template):
+    """Such a template may take lists of parts only."""
+    model, words = tools()
+    processor = SimpleNamespace(tokenizer=words, chat_template=template)
+    assert "assistant" in words.decode(write(model, processor, n=1)[0]["input_ids"]).split()
+    assert words.chat_template is None
 
 
 def test_useless_texts_are_refused():

@@ -5,6 +5,7 @@ What holds in every framework is in test_frameworks.py.
 
 import copy
 import pickle
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from gemproj.integrations.transformers import KeeperCallback, _Examples  # noqa: E402
+from gemproj.integrations.transformers import _TEXT, KeeperCallback, _Examples  # noqa: E402
 from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 
@@ -196,11 +197,13 @@ def forms():
     rows = datasets.Dataset.from_dict({"text": plain, "other": plain})
     talks = [[{"role": "user", "content": text}] for text in plain]
     halves = [{"prompt": text[:3], "completion": text[3:]} for text in plain]
+    chosen = [{"prompt": text[:3], "chosen": text[3:], "rejected": " red"} for text in plain]
     labelled = [dict.fromkeys(("input_ids", "labels"), one["input_ids"]) for one in tokens]
     loader = DataLoader(labelled, 4, collate_fn=DataCollatorForSeq2Seq(words))
     return {
         "texts": plain, "column": rows["text"], "dataset": rows, "conversations": talks,
         "messages": [{"messages": one} for one in talks], "halves": halves, "loader": loader,
+        "preferences": chosen, "prompts": [{"prompt": text} for text in plain],
         "tokenised": tokens, "tokenised dataset": datasets.Dataset.from_list(labelled),
     }  # fmt: skip
 
@@ -220,8 +223,9 @@ def test_texts_examples_and_loaders_are_kept_alike(tmp_path):
 
 def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_path):
     data = [*texts(), "red " * 40]
-    with pytest.warns(UserWarning, match="1 of 14 examples of 'kept' have no label"):
-        keeper, _ = kept_by(["", *data], tmp_path / "short", Promise())
+    for promise in (None, Promise()):
+        with pytest.warns(UserWarning, match="2 of 15 examples of 'kept' have no label"):
+            keeper, _ = kept_by(["", "  ", *data], tmp_path / "short", promise)
     keeper.keep(texts(5), name="later")  # when training has ended
     whole, trainer = kept_by(data[:-1], tmp_path, limit=7)
     (one,) = whole.sets.values()
@@ -229,6 +233,8 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
     again, resumed = kept_by(None, tmp_path, resume=str(tmp_path / "checkpoint-2"))
     assert torch.equal(flat(resumed.model), flat(trainer.model))
     assert again.report()["kept"].steps == whole.report()["kept"].steps == 4
+    with pytest.warns(UserWarning, match="examples of 'kept' that are in the checkpoint; the other ones"):
+        kept_by(data[:-1][::-1], tmp_path, limit=7, resume=str(tmp_path / "checkpoint-2"))
     for wrong, text in (("red", "one text"), ([{"role": "user", "content": "red"}], "one conversation")):
         with pytest.raises(TypeError, match=text):
             kept_by(wrong, tmp_path / "wrong")
@@ -250,19 +256,74 @@ def test_texts_end_with_special_tokens_and_templates_write_their_own():
     ):
         words.model_max_length = most
         args = SimpleNamespace(max_length=allowed, label_names=None, remove_unused_columns=True)
-        examples, _ = _Examples(model, words, args, None).of(["red green blue"])
-        talks, _ = _Examples(model, words, args, None).of([talk])
+        cut = (
+            pytest.warns(UserWarning, match="1 of 1 texts are longer than")
+            if len(ended) < 4
+            else nullcontext()
+        )
+        with cut:
+            examples, _ = _Examples(model, words, args, None).of(["red green blue"])
+            talks, _ = _Examples(model, words, args, None).of([talk])
         found = [one["input_ids"] for (one,) in (some[0].values() for some in (examples, talks))]
         assert found == [ended, plain]
+
+
+def test_an_encoder_decoder_reads_one_text_and_says_another():
+    model, words = language_model("bart", **SMALL["bart"]), tokenizer(WORDS)
+    args = SimpleNamespace(max_length=None, label_names=None, remove_unused_columns=True)
+    examples = _Examples(model, words, args, None)
+    expected = {"input_ids": [2, 3], "labels": [4]}
+    for one in ({"prompt": "red green", "completion": "blue"}, expected | {"attention_mask": [1, 1]}):
+        data, collate = examples.of([one])
+        batch = collate(data)
+        assert {name: batch[name][0].tolist() for name in expected} == expected
+    for wrong in ("red", {"text": "red"}, {"prompt": "red"}, {"input_ids": [2]}):
+        with pytest.raises(
+            ValueError, match="an encoder-decoder, so data needs what it reads and what it says"
+        ):
+            examples.of([wrong])
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Batches without a length."""
+
+    def __iter__(self):
+        for _ in range(3):
+            yield {"input_ids": (ids := torch.randint(2, 7, (4, 5))), "labels": ids}
+
+
+def test_streams_are_kept_and_examples_that_the_collator_does_not_take_are_named(tmp_path):
+    assert len(kept_by(Stream(), tmp_path, limit=8)[0].sets["kept"]) == 8
+    judged = [{"prompt": "red", "completion": " blue", "label": True}] * 4
+    with pytest.raises(ValueError, match="collator of the trainer makes no batch of examples with"):
+        kept_by(judged, tmp_path)
+
+
+def test_held_out_losses_are_those_of_the_best_model_if_it_is_loaded(tmp_path):
+    keeper = KeeperCallback(texts(), hold_out=0.5)
+    trainer = fine_tuning(language_model(), keeper, tmp_path)
+    trainer.eval_dataset = trainer.train_dataset
+    args, best = trainer.args, {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    for name, value in (
+        best | {"greater_is_better": True, "eval_strategy": "steps", "eval_steps": 2}
+    ).items():
+        setattr(args, name, value)
+    said, logs = trainer.train().metrics, trainer.state.log_history
+    assert trainer.state.best_model_checkpoint.endswith("-2")
+    names = [f"keep/kept/{name}" for name in ("held_out", "held_out_low", "held_out_high")]
+    found = [[log[name] for name in names] for log in (said, *logs) if names[0] in log]
+    last, *before, end = found
+    assert tuple(last) == tuple(end) == keeper.report()["kept"].held_out
+    assert last == before[0] != before[1]
 
 
 def test_columns_that_the_model_does_not_take_are_left_out_as_in_training():
     """Also of a model with adapters, whose forward pass takes anything."""
     model, loader = adapted(language_model(), target_modules=["q_proj"]), DataLoader([0], collate_fn=list)
-    for removes, left in ((True, {"input_ids"}), (False, {"input_ids", "extra"})):
+    for removes, left in ((True, {"input_ids", "labels"}), (False, {"input_ids", "extra"})):
         args = SimpleNamespace(max_length=None, label_names=None, remove_unused_columns=removes)
         data, _ = _Examples(model, None, args, loader).of([{"input_ids": [2, 3], "extra": 1}])
-        assert data[0].keys() == left
+        assert data[0].get(_TEXT, data[0]).keys() == left
 
 
 @pytest.mark.parametrize("kind", ["llama", "bart"])
@@ -288,6 +349,15 @@ def test_references_resume_with_labels_of_their_own(kind, tmp_path, monkeypatch)
     assert keeper.sets["references"].promise.allowed == (0.02 if kind == "bart" else 0.05)
     batch, _ = keeper.sets["references"].fetch([0], None)
     assert (batch["labels"].shape == batch["input_ids"].shape) == (kind == "llama")
+
+
+def test_options_of_the_texts_that_the_model_writes(tmp_path, monkeypatch):
+    def written(model, words, n, **options):
+        return [{"input_ids": [2 + k % 5, 3, 4]} for k in range(n)]
+
+    monkeypatch.setattr("gemproj.integrations.transformers.write_references", written)
+    keeper = kept_by(None, tmp_path, name="said", limit=8, hold_out=0.25)[0]
+    assert {name: (len(kept), len(kept.held)) for name, kept in keeper.sets.items()} == {"said": (6, 2)}
 
 
 def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):

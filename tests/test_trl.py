@@ -109,12 +109,15 @@ def test_a_promise_about_general_texts_holds_while_preferences_are_learned(name,
     trl = pytest.importorskip("trl")
     data, config = PREFERENCES[name]
     general = [words(k, 5) for k in range(16)]
+    tokens = [{"input_ids": TOKENIZER(text).input_ids} for text in general]
     language_model().save_pretrained(tmp_path)  # a reference model is loaded from there
     config |= QUIET | {"per_device_train_batch_size": 4, "max_steps": 10, "learning_rate": 2e-2}
     losses = []
     for project in (False, True):
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
-        keeper = KeeperCallback(general, Promise(Distillation(), tolerance=0.01), project=project)
+        keeper = KeeperCallback(
+            tokens if project else general, Promise(Distillation(), tolerance=0.01), project=project
+        )
         config |= {"bf16": False, "gradient_checkpointing": False}
         arguments = getattr(trl, f"{name}Config")(str(tmp_path / "out"), **config)
         rewards = {"reward_funcs": lengths} if config.keys() >= SAMPLING.keys() else {}

@@ -11,6 +11,8 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 try:
     import torch
     from accelerate.state import AcceleratorState
@@ -22,14 +24,16 @@ except ImportError as error:
     ) from error
 
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from gemproj._warn import warn
 from gemproj.integrations.accelerate import AcceleratedKeeper, file_in, read
-from gemproj.torch.data import Collate
+from gemproj.torch.data import Collate, leaves_of, take
 from gemproj.torch.keeper import CallbackBase
 from gemproj.torch.losses import Distillation
-from gemproj.torch.promise import Promise
-from gemproj.torch.references import write_references
+from gemproj.torch.memory import KeptSet
+from gemproj.torch.promise import Loss, Promise
+from gemproj.torch.references import tokenizer_of, write_references
 from gemproj.torch.rows import unwrapped
 from gemproj.torch.step import ProjectedStep
 
@@ -37,13 +41,19 @@ from gemproj.torch.step import ProjectedStep
 _LONGEST = 1024
 # Columns of examples that are tokenised already, and those of texts in the formats of TRL.
 _COLUMNS = {"input_ids", "pixel_values", "labels", "label"}
-_TEXTS = [("messages",), ("text",), ("prompt", "completion")]
-# Key of the tokens of a text, which no collator of a Trainer knows.
-_TEXT = "tokens of a text"
+_TEXTS = [("messages",), ("text",), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",), ("prompt",)]
+# Key of the tokens of a text, which no collator of a Trainer knows, and the columns that it may have.
+_TEXT, _TOKENS = "tokens of a text", {"input_ids", "labels", "attention_mask"}
+_TWO_SIDES = (
+    "The model is an encoder-decoder, so data needs what it reads and what it says: pass examples with "
+    "input_ids and labels, or with prompt and completion."
+)
 # Number of texts that a model writes where no data is given, and the share that is held out.
 _TEXTS_WRITTEN, _HELD_OUT = 256, 0.2
 # Names in the logs of the held-out loss and the ends of its 95 % interval.
 _HELD = ("held_out", "held_out_low", "held_out_high")
+# So many examples of a set are compared with those of a checkpoint.
+_COMPARED = 64
 
 
 class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
@@ -80,12 +90,14 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     ----------
     data : list of texts, of conversations or of examples; datasets.Dataset; or DataLoader, optional
         What to keep. Texts, and conversations (lists of messages with a role and a content), are tokenised by
-        the tokenizer of the trainer. Examples are collated by its collator. More can be kept by `keep`,
-        before training, in which case it waits until training begins, or after it.
+        the tokenizer of the trainer; for an encoder-decoder, they need columns ``prompt`` and ``completion``.
+        Examples with other columns than tokens and labels are collated by its collator. More can be kept by
+        `keep`, before training, in which case it waits until training begins, or after it.
     promise : Promise, loss or float, optional
         By default ``Promise(Distillation())``; a number is its tolerance, in nats per token.
     name, collate, limit, hold_out
-        As in `gemproj.torch.Keeper.keep`, for `data`; its name is "kept" by default.
+        As in `gemproj.torch.Keeper.keep`, for `data`; its name is "kept" by default. Without data, `name`,
+        `limit` and `hold_out` are those of the texts that the model writes.
     **options
         `on`, `method`, `look`, `project`, `microbatch` and `process_group` of `gemproj.torch.Keeper`.
 
@@ -99,6 +111,15 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     _usual = Promise(Distillation())
     _remedy = "Pass KeeperCallback(texts): this model does not write texts."
     _collate: _Examples | None  # since the first training began
+    _final: dict[str, Any]  # the last log of a training
+
+    def __init__(
+        self, data: Any = None, promise: Promise | Loss | float | None = None, **options: Any
+    ) -> None:
+        super().__init__(data, promise, **options)
+        names = ("name", "limit", "hold_out")
+        self._written: dict[str, Any] = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
+        self._written |= {name: options[name] for name in names if name in options}
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
         return (data, collate) if collate or not self._collate else self._collate.of(data)
@@ -115,16 +136,23 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         self.max_norm = None
         self._attach_prepared(model, optimizer)
         self._come_first()
-        loader, tokenizer = kwargs.get("train_dataloader"), kwargs.get("processing_class")
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-        self._collate = _Examples(model, tokenizer, args, loader)
+        tokenizer = tokenizer_of(kwargs.get("processing_class"))
+        self._collate = _Examples(model, tokenizer, args, kwargs.get("train_dataloader"))
         tenth = max(state.max_steps // 10, 4)
         self._soon = (min(tenth, 20), tenth)  # a warm-up may end between the two
         self._keep_pending()
         self._noted, self._noted_at = 0, -1  # a callback that was added twice is called twice
         self.logs()  # drops the numbers of an earlier training
         if state.global_step:
+            given = dict(self.sets)
             self.load_state_dict(self._find(args, state.global_step))
+            others = [name for name, kept in given.items() if not _begins(self.sets.get(name, kept), kept)]
+            if others:
+                warn(
+                    f"Training resumes with the examples of {', '.join(map(repr, others))} that are in the "
+                    "checkpoint; the other ones that were passed are not kept. To keep those, begin a "
+                    "training from the model of the checkpoint."
+                )
         elif not self.sets and hasattr(self.promise.loss, "outputs"):
             self._keep_references()
 
@@ -134,6 +162,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         assert self._model is not None
         tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._model)
         if not getattr(model, "can_generate", bool)():
+            self._given = False  # so that it is said that nothing is kept
             return
         if tokenizer is None:
             raise ValueError(
@@ -142,10 +171,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             )
         world, rank = AcceleratorState().num_processes, AcceleratorState().process_index
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
-        texts = write_references(model, tokenizer, max(_TEXTS_WRITTEN // world, 1), seed=rank, cache=folder)
-        # Only the texts of an encoder-decoder have labels of their own.
-        examples = [{_TEXT: {"labels": one["input_ids"]} | one} for one in texts]
-        self.keep(examples, name="references", hold_out=_HELD_OUT, collate=self._collate)
+        n = self._written["limit"] or max(_TEXTS_WRITTEN // world, 1)
+        self.keep(write_references(model, tokenizer, n, seed=rank, cache=folder), **self._written)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
@@ -173,9 +200,11 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Add numbers of the steps since the last log; at evaluations and at the end, held-out losses."""
         logs = {} if logs is None else logs
         numbers: dict[str, float] = self.logs() if {"loss", "train_loss"} & logs.keys() else {}
-        if "train_loss" in logs or any(key.startswith("eval_") for key in logs):
-            for name, found in self.held_out().items():
-                numbers |= {f"keep/{name}/{key}": n for key, n in zip(_HELD, found, strict=True)}
+        self._final = logs
+        # The best model is loaded after the last log.
+        ends = "train_loss" in logs and not args.load_best_model_at_end
+        if ends or any(key.startswith("eval_") for key in logs):
+            numbers |= self._measured()
         norm = self._steps[0].norm if self._steps and "loss" in logs else None
         if norm is not None:  # not after an overflow, of which the Trainer tells
             numbers["grad_norm"] = float(norm)
@@ -189,8 +218,20 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             self._save(_checkpoint(args, state.global_step), step=state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detach from the optimizer."""
+        """Detach from the optimizer; add held-out losses to the last log if the best model was loaded."""
+        if args.load_best_model_at_end:
+            numbers = self._measured()
+            self._final.update(numbers)
+            state.log_history[-1].update(numbers)
         self.remove()
+
+    def _measured(self) -> dict[str, float]:
+        """Return the held-out losses by their names in logs."""
+        return {
+            f"keep/{name}/{key}": number
+            for name, found in self.held_out().items()
+            for key, number in zip(_HELD, found, strict=True)
+        }
 
     def _come_first(self) -> None:
         """Move before the callbacks that report logs, which otherwise would not see our numbers.
@@ -238,6 +279,21 @@ def _clip_again(args: Any) -> None:
         args.max_grad_norm = args.max_grad_norm.norm
 
 
+def _begins(whole: KeptSet, kept: KeptSet) -> bool:
+    """Return whether a set begins with the examples of another one, by some of them."""
+    if len(whole) < len(kept):
+        return False
+    some = range(min(len(kept), _COMPARED))
+    leaves, others = (leaves_of(take(one.examples, some)) for one in (whole, kept))
+    return len(leaves) == len(others) and all(map(_equal, leaves, others))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return type(one) is type(other) and bool(one == other)
+
+
 class _Examples:
     """Makes examples of texts, and batches: of texts itself, of other examples by the Trainer's collator."""
 
@@ -249,6 +305,8 @@ class _Examples:
         longest = min(getattr(tokenizer, "model_max_length", _LONGEST), _LONGEST)
         self.longest = getattr(args, "max_length", None) or longest
         self.labelled = getattr(model, "can_generate", bool)()
+        self.encodes = self.labelled and getattr(model.config, "is_encoder_decoder", False)
+        self.cut = 0  # number of texts that were longer
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
         columns = {
             *inspect.signature(base.forward).parameters,
@@ -262,47 +320,83 @@ class _Examples:
         """Return data of a Trainer's user as `keep` takes it, with a collate function."""
         if isinstance(data, str):
             raise TypeError("data must be a list of texts; found one text. Pass [text].")
-        if isinstance(data, DataLoader | Mapping) or not hasattr(data, "__getitem__") or not len(data):
+        batches = isinstance(data, DataLoader | Mapping | IterableDataset)
+        if batches or not hasattr(data, "__getitem__") or not len(data):
             return data, None
         keys = data[0].keys() if isinstance(data[0], Mapping) else set()
         if keys >= {"role", "content"}:
             raise TypeError(
                 "data must be a list of conversations; found one conversation. Pass [conversation]."
             )
-        parts = [names for names in _TEXTS if keys >= set(names)]
-        if parts and not keys & _COLUMNS:
-            data = [reduce(add, (one[name] for name in parts[0])) for one in data]
-        first = data[0]
+        parts = next((names for names in _TEXTS if keys >= set(names) and not keys & _COLUMNS), ())
+        first = data[0][parts[0]] if parts else data[0]
         if isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping)):
             if self.tokenizer is None:
                 raise ValueError(
                     "data holds texts, and the trainer has no tokenizer: pass processing_class=."
                 )
-            return [self.tokens(one) for one in data], self
-        if not keys or self.collate is None:
+            if self.encodes and len(parts) < 2:
+                raise ValueError(_TWO_SIDES)
+            self.cut = 0
+            made = [self.of_texts([one[name] for name in parts] if parts else [one]) for one in data]
+            if self.cut:
+                warn(
+                    f"{self.cut} of {len(made)} texts are longer than {self.longest:,} tokens and are "
+                    "cut there. Set args.max_length to keep longer ones."
+                )
+            return made, self
+        if not keys:
             return data, None
         if keys & self.columns:  # otherwise the collator makes what the model takes
             data = [{key: one[key] for key in keys if key in self.columns} for one in data]
-        return data, self
+            keys = data[0].keys()
+        if "input_ids" in keys and keys <= _TOKENS and {np.ndim(one) for one in data[0].values()} == {1}:
+            if self.encodes and "labels" not in keys:
+                raise ValueError(_TWO_SIDES)
+            return [self.of_tokens(**one) for one in data], self
+        return data, None if self.collate is None else self
 
-    def tokens(self, one: Any) -> dict[str, dict[str, list[int]]]:
-        """Return the tokens of a text or of a conversation as an example; an empty one has no label."""
+    def of_texts(self, parts: list[Any]) -> dict[str, Any]:
+        """Return the tokens of the parts of a text or of a conversation as an example."""
+        if self.encodes:
+            return self.of_tokens(self.ids(parts[0]), self.ids(parts[1], "text_target"))
+        return self.of_tokens(self.ids(reduce(add, parts)))
+
+    def of_tokens(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
+        """Return tokens as an example; an empty one has no label, and no position that counts."""
+        if not len(input_ids) or (labels is not None and not len(labels)):
+            input_ids, labels, attention_mask = [0], [-100], [0]
+        example = {"input_ids": input_ids}
+        if labels is not None or self.labelled:
+            example["labels"] = input_ids if labels is None else labels
+        return {_TEXT: example if attention_mask is None else example | {"attention_mask": attention_mask}}
+
+    def ids(self, one: Any, key: str = "text") -> list[int]:
+        """Return the tokens of a text or of a conversation, cut to the longest length."""
         plain = isinstance(one, str)
         text = one if plain else self.tokenizer.apply_chat_template(one, tokenize=False)
         # A template writes its own special tokens.
-        found = self.tokenizer(text, truncation=True, max_length=self.longest, add_special_tokens=plain)
-        ids = list(found["input_ids"])
-        example = {"input_ids": ids or [0]} | ({"labels": ids or [-100]} if self.labelled else {})
-        return {_TEXT: example}
+        options = {key: text, "truncation": True, "add_special_tokens": plain}
+        found = self.tokenizer(**options, max_length=self.longest + 1)["input_ids"]
+        if len(found) > self.longest:
+            self.cut += 1
+            found = self.tokenizer(**options, max_length=self.longest)["input_ids"]
+        return list(found) if text.strip() else []
 
     def __call__(self, examples: list[Any]) -> Any:
         if _TEXT not in examples[0]:
             assert self.collate is not None
-            return self.collate(examples)
+            try:
+                return self.collate(examples)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"The collator of the trainer makes no batch of examples with {', '.join(examples[0])}: "
+                    f"{error!r}. Pass texts, conversations, examples with input_ids and labels, or collate=."
+                ) from error
         texts = [one[_TEXT] for one in examples]
-        texts = [one | {"attention_mask": [1] * len(one["input_ids"])} for one in texts]
+        texts = [{"attention_mask": [1] * len(one["input_ids"])} | one for one in texts]
         padding = {"input_ids": getattr(self.tokenizer, "pad_token_id", None) or 0, "labels": -100}
         return {
-            name: pad_sequence([torch.tensor(one[name]) for one in texts], True, padding.get(name, 0))
+            name: pad_sequence([torch.as_tensor(one[name]) for one in texts], True, padding.get(name, 0))
             for name in texts[0]
         }

@@ -5,19 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
+from copy import copy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from gemproj._checks import check_count, check_number
+from gemproj._warn import warn
 
-# A text is of use from so many new tokens on, and if at least this share of its tokens are different ones.
-_SHORTEST, _DIFFERENT = 8, 0.2
+# A text is of use from so many tokens on, an answer in it from one token and its end on; and if at least this
+# share of the tokens are different ones. So must be the answers, of which some may be alike, as refusals are.
+_SHORTEST, _ANSWER, _DIFFERENT = 8, 2, 0.2
 # The model may write this many times the wanted number; if fewer are of use, it is refused.
 _PATIENCE = 3
 # Tokens are sampled from the likeliest ones with this probability together.
 _NUCLEUS = 0.95
+# A model is told from others by so many entries of each parameter.
+_SAMPLED = 1024
 _MARK = "\u241f"  # stands for the content of a message, to find where it begins in a chat template
 
 
@@ -44,7 +52,7 @@ def write_references(
     ----------
     model : transformers.PreTrainedModel or peft.PeftModel
         Any model with ``generate``.
-    tokenizer : transformers.PreTrainedTokenizerBase
+    tokenizer : transformers.PreTrainedTokenizerBase or transformers.ProcessorMixin
     n : int, default 256
         Number of texts.
     tokens : int, default 128
@@ -67,7 +75,8 @@ def write_references(
     Raises
     ------
     ValueError
-        If most of the texts are empty, repeated, or repeat themselves, which says how many.
+        If most of the texts, or of the answers of a chat model, are empty, repeated, or repeat themselves,
+        which says how many.
     """
     for value, name in ((n, "n"), (tokens, "tokens"), (batch, "batch")):
         check_count(value, name, 1)
@@ -76,12 +85,14 @@ def write_references(
         raise TypeError(f"model must have a method generate; found {type(model).__name__}.")
     from tqdm.auto import tqdm  # type: ignore[import-untyped]  # which transformers needs
 
+    writer = _Writer(model, tokenizer_of(tokenizer), tokens, temperature)
     settings = {"n": n, "tokens": tokens, "temperature": temperature, "batch": batch, "seed": seed}
-    file = None if cache is None else Path(cache) / f"references-{_key(model, tokenizer, settings)}.json"
-    if file is not None and file.is_file():
-        found: list[dict[str, list[int]]] = json.loads(file.read_text())
-        return found
-    writer, found, seen, tried = _Writer(model, tokenizer, tokens, temperature), [], set[Any](), 0
+    file = None if cache is None else Path(cache) / f"references-{writer.key(settings)}.json"
+    if file is not None:
+        with suppress(OSError, ValueError):  # there is none, or it is damaged
+            found: list[dict[str, list[int]]] = json.loads(file.read_text())
+            return found
+    found, seen, answers, tried = [], set[Any](), set[Any](), 0
     training = [module for module in model.modules() if module.training]
     with (
         torch.random.fork_rng(),
@@ -92,26 +103,46 @@ def write_references(
             model.eval()
             torch.manual_seed(seed)
             while len(found) < n and tried < _PATIENCE * n:
-                for one in writer.texts(min(batch, n)):
-                    tried += 1
-                    new = tuple(one["labels" if "labels" in one else "input_ids"])
-                    if new in seen or len(new) < _SHORTEST or len(set(new)) < _DIFFERENT * len(new):
-                        continue
-                    seen.add(new)
-                    found.append(one)
+                tried += min(batch, n)
+                for one, text, answer in writer.texts(min(batch, n)):
+                    useful = _is_of_use(text, _SHORTEST) and _is_of_use(answer, _ANSWER)
+                    if useful and tuple(text) not in seen:
+                        seen.add(tuple(text))
+                        answers.add(tuple(answer))
+                        found.append(one)
                 bar.update(min(len(found), n) - bar.n)
         finally:
             for module in training:
                 module.training = True
-    if len(found) < n:
+    if len(found) < n or len(answers) < _DIFFERENT * n:
+        of_use = min(len(found), len(answers))
         raise ValueError(
-            f"Only {len(found)} of {tried} texts that the model wrote are of use; the others are empty, "
-            "repeated, or repeat themselves. Pass texts of your own."
+            f"Only {of_use} of {tried} texts that the model wrote are of use; the others, or the answers in "
+            "them, are empty, repeated, or repeat themselves. Pass texts of your own."
         )
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found[:n]))
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=file.parent) as folder:  # another process may read or write the file
+                (draft := Path(folder) / file.name).write_text(json.dumps(found[:n]))
+                draft.replace(file)
+        except OSError as error:
+            warn(f"The texts that the model wrote are not stored, so another run writes them again: {error}.")
     return found[:n]
+
+
+def tokenizer_of(processing: Any) -> Any:
+    """Return the tokenizer of a processor, with the processor's chat template; a tokenizer as it is."""
+    tokenizer = getattr(processing, "tokenizer", processing)
+    template = getattr(processing, "chat_template", None)
+    if template and tokenizer is not processing:
+        tokenizer = copy(tokenizer)
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _is_of_use(said: list[int], shortest: int) -> bool:
+    return len(said) >= shortest and len(set(said)) >= _DIFFERENT * len(said)
 
 
 class _Writer:
@@ -130,50 +161,67 @@ class _Writer:
         # The least likely tokens, 5 % in all, are cut: small models derail on them.
         self._options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": _NUCLEUS}
         self._options |= {"max_new_tokens": tokens, "pad_token_id": self._pad, "use_cache": True}
+        # A generation config may have other values of these, and strings that end a text.
+        self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False, "tokenizer": tokenizer}
+        self._chats = not self._encodes and bool(getattr(tokenizer, "chat_template", None))
+        self._nested = False  # whether the template takes only lists of parts, as those of processors may
+        self._nested = self._chats and _MARK not in self._template(_MARK)
 
-    def texts(self, n: int) -> list[dict[str, list[int]]]:
-        """Return n new texts."""
+    def texts(self, n: int) -> list[tuple[Any, list[int], list[int]]]:
+        """Return at most n texts, each with the tokens that must be new, and those of the answer in them."""
         if self._encodes:
             inputs = [one or self._first for one in self._written([self._first] * n)]
             outputs = self._written(inputs)
-            return [{"input_ids": a, "labels": b} for a, b in zip(inputs, outputs, strict=True)]
-        if not getattr(self._tokenizer, "chat_template", None):
-            return [{"input_ids": self._first + new} for new in self._written([self._first] * n)]
+            return [({"input_ids": a, "labels": b}, b, b) for a, b in zip(inputs, outputs, strict=True)]
+        if not self._chats:
+            return [({"input_ids": self._first + new}, new, new) for new in self._written([self._first] * n)]
         before = self._template(_MARK).partition(_MARK)[0]  # up to the content of a user's message
         asked = self._written([self._ids(before)] * n)
         said = [self._tokenizer.decode(new, skip_special_tokens=True).strip() for new in asked]
         prompts = [self._ids(self._template(text, add_generation_prompt=True)) for text in said if text]
         answers = self._written(prompts) if prompts else []
-        return [{"input_ids": a + b if b else []} for a, b in zip(prompts, answers, strict=True)]
+        return [({"input_ids": a + b}, a + b, b) for a, b in zip(prompts, answers, strict=True)]
 
     def _written(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the new tokens after each prompt, up to and with the first token that ends a text."""
-        longest = max(map(len, prompts))
-        padded = [[self._pad] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        given = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+        side = "right" if self._encodes else "left"  # an encoder may number positions from the first one on
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        ids = pad_sequence(rows, True, self._pad, side)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side)
         device = next(self._model.parameters()).device
-        out = self._model.generate(**{key: a.to(device) for key, a in given.items()}, **self._options)
-        rows = out[:, 1 if self._encodes else longest :].tolist()
-        stops = [
-            next((k + 1 for k, token in enumerate(row) if token in self._ends), len(row)) for row in rows
+        out = self._model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **self._options)[
+            :, 1 if self._encodes else ids.shape[1] :
         ]
-        return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
+        return [self._ended(row) for row in out.tolist()]
+
+    def _ended(self, row: list[int]) -> list[int]:
+        """Return a row up to and with its end; a string may have ended it, which leaves padding."""
+        stop = next((k + 1 for k, token in enumerate(row) if token in self._ends), len(row))
+        while stop and row[stop - 1] == self._pad and self._pad not in self._ends:
+            stop -= 1
+        return row[:stop]
 
     def _template(self, content: str, **options: Any) -> str:
-        message = [{"role": "user", "content": content}]
+        said = [{"type": "text", "text": content}] if self._nested else content
+        message = [{"role": "user", "content": said}]
         return str(self._tokenizer.apply_chat_template(message, tokenize=False, **options))
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-
-def _key(model: Any, tokenizer: Any, settings: dict[str, Any]) -> str:
-    """Return a key of a model (of the ends of each parameter), a tokenizer and settings."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    digest.update(repr((getattr(tokenizer, "chat_template", None), len(tokenizer))).encode())
-    for name, p in model.named_parameters():
-        flat = p.detach().reshape(-1)
-        ends = torch.cat([flat[:16], flat[-16:]]).float().cpu()
-        digest.update(name.encode() + ends.numpy().tobytes())
-    return digest.hexdigest()[:16]
+    def key(self, settings: dict[str, Any]) -> str:
+        """Return a key of the model, by a sample of its weights, of the tokenizer and of settings."""
+        model, digest = self._model, hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        words = sorted(self._tokenizer.get_vocab().items())
+        about = (self._ends, self._first, self._pad, getattr(self._tokenizer, "chat_template", None), words)
+        digest.update(repr((about, getattr(model, "generation_config", None))).encode())
+        for name, module in model.named_modules():  # layers of peft have several adapters
+            if isinstance(active := getattr(module, "active_adapters", None), list):
+                digest.update(
+                    repr((name, active, getattr(module, "disable_adapters", None) is True)).encode()
+                )
+        for name, p in model.named_parameters():
+            flat = p.detach().reshape(-1)
+            some = flat[:: max(len(flat) // _SAMPLED, 1)].float().cpu()
+            digest.update(name.encode() + some.numpy().tobytes())
+        return digest.hexdigest()[:16]
