@@ -35,6 +35,9 @@ def _newton(
     """
     x, lam, free, F = (a.detach() for a in (x, *solution))
     h, margin, penalty = (None if a is None else a.to(lam.dtype) for a in (h, margin, penalty))
+    if h is not None:  # no option of a row that is switched off changes x
+        off = h == -torch.inf
+        h, free = torch.where(off, 0.0, h), free | off
     bound = lam if margin is None else margin
     if penalty is not None:  # the lower bound of an equality is minus the penalty
         bound = bound if equality is None else torch.where(equality, -penalty, bound)
@@ -164,7 +167,8 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         blocks_for_x(problem, out)
     tensors = _tensors(*arrays[:-1])
-    smooth, constants = [a for a in tensors if a is not None], [*tensors, warm_start]
+    # Views, because in compiled `torch.func.grad` only results show that they require a gradient.
+    smooth, constants = [a.view_as(a) for a in tensors if a is not None], [*tensors, warm_start]
     derived = route == "transformed" or (torch.is_grad_enabled() and any(a.requires_grad for a in smooth))
     if derived := derived or any(unpack_dual(a).tangent is not None for a in smooth):
         if type(method) is not Exact:  # a class derived from it need not be exact

@@ -67,6 +67,15 @@ def test_more_rows_than_parameters_and_a_right_hand_side():
         assert np.min(G @ project(G, g, h=h) - h) > -1e-11
 
 
+def test_options_in_bfloat16():
+    """Which NumPy does not have."""
+    torch = pytest.importorskip("torch")
+    G, g = torch.eye(3)[:2], torch.tensor([-3.0, 1.0, 1.0])
+    low = torch.tensor([0.5, 0.25], dtype=torch.bfloat16)
+    for name in ("h", "margin", "penalty", "warm_start"):
+        assert torch.equal(project(G, g, **{name: low}), project(G, g, **{name: low.double()}))
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equality_is_the_null_space(xp, kind, dtype):
