@@ -78,9 +78,7 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
         return
     # The slacks of x do not depend on the metric, but the step does.
     moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
-    loses = np.zeros(np.shape(rows.where), dtype=bool)
-    loses[rows.where] = rows.basis.any(axis=(-2, -1))
-    for i in map(tuple, np.argwhere(loses)):
+    for i in map(tuple, np.argwhere(rows.loses)):
         one = replace(moved.at(i) if problem.batch else moved, weight=None)
         s[i] = slack_of(one, None if h is None else to_numpy(h)[i])
     step = np.zeros(s.shape)

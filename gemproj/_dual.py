@@ -172,15 +172,19 @@ def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
     Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
     free rows; rows that are nearly active are tested with them. Another method may have missed any row.
     """
-    if not problem.host or sol._rows is not None:
+    if not problem.host or (read := sol.refined).all():
         return sol
     norms, cosines = unit_diagonal(sol.gram.K)
     rows = np.broadcast_to(norms > 0, sol.multipliers.shape)
     if sol._exact:
         near = sol.slack() <= NEAR_ZERO * norms * np.asarray(sol.size())[..., None]
         rows = rows & near & np.any(near & rows & ~sol.free, axis=-1, keepdims=True)
-    where = smallest_pivot(cosines, rows) < RESOLVED**2
-    return replace(sol, _rows=from_rows(problem, where)) if where.any() else sol
+    where = read | (smallest_pivot(cosines, rows) < RESOLVED**2)
+    if np.count_nonzero(where) == np.count_nonzero(read):
+        return sol
+    found = from_rows(problem, where).without_zeros(sol.gram)
+    known = sol._rows
+    return replace(sol, _rows=found if known is None else found.corrected(sol.free, known.loses))
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
