@@ -12,9 +12,9 @@ from torch.autograd.forward_ad import unpack_dual
 from gemproj._arrays import Blocks, wide_dtype
 from gemproj._bounds import Options, check_options, real_numbers
 from gemproj._checks import check_metadata_of_multipliers
-from gemproj._combine import blocks_for_x
+from gemproj._combine import blocks_for_x, projected
+from gemproj._dual import solved
 from gemproj._problem import blocks_of, check_problem
-from gemproj._project import solved
 from gemproj.methods import Exact
 
 
@@ -121,8 +121,8 @@ def operator(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tupl
     """Return x, the multipliers, the mask of the free rows P, and F with ``F'F = K_PP^-1``, for arrays."""
     h, margin, penalty, equality, warm_start = options
     bounds = h, 0.0 if margin is None else margin, penalty, False if equality is None else equality
-    problem, sol, [x] = solved(Exact(), None, (G, g, metric, *bounds, warm_start))
-    return x, *map(problem.to_caller, (sol.multipliers, sol.free, sol.dual_basis()))
+    problem, sol = solved(Exact(), (G, g, metric, *bounds, warm_start))
+    return *projected(problem, sol), *map(problem.to_caller, (sol.multipliers, sol.free, sol.dual_basis()))
 
 
 @operator.register_fake

@@ -66,6 +66,14 @@ def combine(
     return as_asked(problem, x, out)
 
 
+def projected(problem: Problem, sol: DualSolution, out: Blocks | None = None) -> list[Array]:
+    """Return the blocks of x, those of `out` if it is given; on the CPU, warn if x is not optimal."""
+    x = blocks_for_x(problem, out)
+    warn_if_missed(sol)
+    combine_into(problem, sol, x)
+    return x
+
+
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     """Write the projected gradient of a solution to x, which may be g itself.
 

@@ -109,10 +109,8 @@ def solve_dual(
     >>> solve_dual(G, g, equality=equality, h=h).multipliers
     array([-2. ,  0.5])
     """
-    problem = check_problem(G, g, metric)
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
-    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    return _with_rows(problem, solve(measure(problem), options, start)).to(problem.to_caller)
+    problem, sol = solved(method, (G, g, metric, h, margin, penalty, equality, warm_start))
+    return _with_rows(problem, sol).to(problem.to_caller)
 
 
 def solve_gram(
@@ -164,6 +162,15 @@ def solve_gram(
     rounding = WIDE_ROUNDING / EPS * max(float(xp.finfo(dtype).eps) for dtype in {K.dtype, b.dtype})
     measured = Measured(gram, rounding, partial(from_numpy, xp=xp, device=device))
     return solve(measured, options, start).to(measured.to_caller)
+
+
+def solved(method: AnyMethod, arrays: tuple[Any, ...]) -> tuple[Problem, DualSolution]:
+    """Return the problem of the arguments of `project`, and its solution in t-space."""
+    G, g, metric, h, margin, penalty, equality, warm_start = arrays
+    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
+    problem = check_problem(G, g, metric)
+    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
+    return problem, solve(measure(problem), options, start)
 
 
 def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
