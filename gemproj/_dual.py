@@ -159,7 +159,7 @@ def solve_gram(
     gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
     like = tuple(gram.b.shape), xp, device
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *like)
-    rounding = WIDE_ROUNDING / EPS * max(float(xp.finfo(dtype).eps) for dtype in {K.dtype, b.dtype})
+    rounding = WIDE_ROUNDING / EPS * max(EPS, *(float(xp.finfo(dtype).eps) for dtype in {K.dtype, b.dtype}))
     measured = Measured(gram, rounding, partial(from_numpy, xp=xp, device=device))
     return solve(measured, options, start).to(measured.to_caller)
 

@@ -136,6 +136,8 @@ def test_solve_gram_starts_from_t_space_numbers(xp, rng):
     loose = solve_gram(xp.array(K), xp.array(b), method="agem")
     exact = solve_gram(xp.array(K), xp.array(b), xp.array(gg), method="agem")
     assert np.all(xp.numpy(loose.kkt_residual()) >= xp.numpy(exact.kkt_residual()))
+    longer = [a.astype(np.longdouble) for a in (K, b, gg)]  # which are computed with in float64
+    assert_close(solve_gram(*longer).error_bound(), solve_gram(K, b, gg).error_bound(), atol=0)
     h = np.full(5, 0.1)
     many = solve_gram(xp.array(K[0]), xp.array(b), h=xp.array(h), penalty=1.0, warm_start=xp.array(b * 0))
     for i in range(2):
