@@ -33,6 +33,7 @@ from gemproj._arrays import (
     to_numpy,
 )
 from gemproj._checks import is_number, refuse_masked
+from gemproj._constants import WIDE_RANGE
 from gemproj._tspace import inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
@@ -194,7 +195,11 @@ def is_like(value: Any, like: Array) -> bool:
 _NUMBERS = "a number or an array of one number per constraint"
 # What an option must be, and whether values are in range.
 _VALID: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "h": (_NUMBERS, "finite, or -inf for rows without a constraint", lambda a: a < math.inf),
+    "h": (
+        _NUMBERS,
+        f"finite and below {WIDE_RANGE[1]:g} in size, or -inf for rows without a constraint",
+        lambda a: (np.abs(a) < WIDE_RANGE[1]) | (a == -math.inf),
+    ),
     "margin": (_NUMBERS, "finite and at least 0", lambda a: (a >= 0.0) & (a < math.inf)),
     "penalty": (_NUMBERS, "at least 0", lambda a: a >= 0.0),
     "equality": ("True, False or an array of one boolean per constraint", "", np.isfinite),

@@ -167,6 +167,8 @@ def solve(
                 value = lam[p, i] * (size / norm[i])
                 at_low, at_high = lam[p, i] <= low[i], lam[p, i] >= high[i]
                 lam[p, i] = least if at_low else most if at_high else min(max(value, least), most)
+                if not abs(lam[p, i]) < np.inf:  # h is too large for a row as short
+                    status[p] = STALLED
 
 
 def from_gram(K: Any, b: Any, norm: Any, right: Any) -> tuple[Any, Any]:

@@ -200,6 +200,13 @@ def test_x_is_known_where_h_is_small_or_large(xp, G, g, h, options, x, warm):
     assert not together or float(sol.error_bound()) < 1e-5  # often from weak duality, the root of the gap
 
 
+def test_a_multiplier_that_overflows_is_not_optimal(host):
+    G, g, h = host.array([[1e-20, 0.0], [1.0, 0.0]]), host.array([-1.0, 2.0]), host.array([1e279, 0.0])
+    with np.errstate(all="ignore"), pytest.warns(RuntimeWarning, match="The projection violates"):
+        project(G, g, h=h)
+    assert int(solve_dual(G, g, h=h).status) == Status.STALLED
+
+
 @pytest.mark.parametrize("penalty", [1e3, 1e6, 1e9, 1e12])
 def test_equalities_with_a_large_penalty_lose_no_digits(xp, penalty, rng):
     G, g, mask = rng.standard_normal((4, 10)), rng.standard_normal(10), np.array([True, False, True, False])
