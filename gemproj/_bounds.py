@@ -178,8 +178,8 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     bounds = Bounds(lower, upper, right)
     if right is None:
         return bounds
-    if isinstance(like, np.ndarray):
-        return bounds.without(off) if np.count_nonzero(off := right == -math.inf) else bounds
+    if isinstance(like, np.ndarray):  # no G @ x is below a number as low
+        return bounds.without(off) if np.count_nonzero(off := right < -WIDE_RANGE[1]) else bounds
     if lower is None:  # on a device, the method leaves out rows that are switched off
         return bounds
     return bounds._replace(lower=xp.where(bounds.off, xp.zeros_like(like), lower))
@@ -197,8 +197,8 @@ _NUMBERS = "a number or an array of one number per constraint"
 _VALID: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "h": (
         _NUMBERS,
-        f"finite and below {WIDE_RANGE[1]:g} in size, or -inf for rows without a constraint",
-        lambda a: (np.abs(a) < WIDE_RANGE[1]) | (a == -math.inf),
+        "finite and below 1e280, or -inf for rows without a constraint",
+        lambda a: a < WIDE_RANGE[1],
     ),
     "margin": (_NUMBERS, "finite and at least 0", lambda a: (a >= 0.0) & (a < math.inf)),
     "penalty": (_NUMBERS, "at least 0", lambda a: a >= 0.0),

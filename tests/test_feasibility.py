@@ -200,6 +200,13 @@ def test_x_is_known_where_h_is_small_or_large(xp, G, g, h, options, x, warm):
     assert not together or float(sol.error_bound()) < 1e-5  # often from weak duality, the root of the gap
 
 
+def test_what_g_x_always_exceeds_is_minus_infinity(host):
+    """Some write the largest number for infinity."""
+    G, g = host.array([[1e-10, 0.0], [1.0, 0.0]]), host.array([-1.0, 2.0])
+    sols = [solve_dual(G, g, h=host.array([low, 0.0])) for low in (-np.inf, -np.finfo(float).max)]
+    assert len({(float(s.error_bound()), float(s.kkt_residual()), float(s.slack()[0])) for s in sols}) == 1
+
+
 def test_a_multiplier_that_overflows_is_not_optimal(host):
     G, g, h = host.array([[1e-20, 0.0], [1.0, 0.0]]), host.array([-1.0, 2.0]), host.array([1e279, 0.0])
     with np.errstate(all="ignore"), pytest.warns(RuntimeWarning, match="The projection violates"):
