@@ -167,8 +167,9 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         blocks_for_x(problem, out)
     tensors = _tensors(*arrays[:-1])
-    # Views, because in compiled `torch.func.grad` only results show that they require a gradient.
-    smooth, constants = [a.view_as(a) for a in tensors if a is not None], [*tensors, warm_start]
+    smooth, constants = [a for a in tensors if a is not None], [*tensors, warm_start]
+    if route == "traced":  # in compiled `torch.func.grad` only results show that they require a gradient
+        smooth = [a.view_as(a) for a in smooth]
     derived = route == "transformed" or (torch.is_grad_enabled() and any(a.requires_grad for a in smooth))
     if derived := derived or any(unpack_dual(a).tangent is not None for a in smooth):
         if type(method) is not Exact:  # a class derived from it need not be exact

@@ -133,6 +133,7 @@ class Bounds(NamedTuple):
 
 
 PLAIN = Bounds()
+_LARGEST = np.float64(WIDE_RANGE[1])  # no G @ x is larger; a number of Python would be rounded to a float32 h
 
 
 def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Any, ...]:
@@ -179,7 +180,7 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     if right is None:
         return bounds
     if isinstance(like, np.ndarray):  # no G @ x is below a number as low
-        return bounds.without(off) if np.count_nonzero(off := right < -WIDE_RANGE[1]) else bounds
+        return bounds.without(off) if np.count_nonzero(off := right < -_LARGEST) else bounds
     if lower is None:  # on a device, the method leaves out rows that are switched off
         return bounds
     return bounds._replace(lower=xp.where(bounds.off, xp.zeros_like(like), lower))
@@ -198,7 +199,7 @@ _VALID: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "h": (
         _NUMBERS,
         "finite and below 1e280, or -inf for rows without a constraint",
-        lambda a: a < WIDE_RANGE[1],
+        lambda a: a < _LARGEST,
     ),
     "margin": (_NUMBERS, "finite and at least 0", lambda a: (a >= 0.0) & (a < math.inf)),
     "penalty": (_NUMBERS, "at least 0", lambda a: a >= 0.0),
