@@ -178,11 +178,15 @@ def note_written(arrays: Sequence[Array]) -> None:
 
 
 def to_numpy(a: Array) -> np.ndarray:
-    """Return an array as a NumPy array: a view on the CPU, a synchronising copy from a device."""
+    """Return an array as a NumPy array: a view on the CPU, a synchronising copy from a device.
+
+    NumPy has no bfloat16; float32 holds its numbers.
+    """
     if isinstance(a, np.ndarray):
         return a
     if is_torch(a):
-        return a.detach().resolve_neg().cpu().numpy()
+        a = a.detach().resolve_neg().cpu()
+        return (a.float() if a.dtype == sys.modules["torch"].bfloat16 else a).numpy()
     return a.get() if array_api_compat.is_cupy_array(a) else np.asarray(a)
 
 

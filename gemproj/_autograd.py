@@ -12,9 +12,9 @@ from torch.autograd.forward_ad import unpack_dual
 from gemproj._arrays import Blocks, wide_dtype
 from gemproj._bounds import Options, check_options, real_numbers
 from gemproj._checks import check_metadata_of_multipliers
-from gemproj._combine import blocks_for_x
+from gemproj._combine import blocks_for_x, projected
+from gemproj._dual import solved
 from gemproj._problem import blocks_of, check_problem
-from gemproj._project import solved
 from gemproj.methods import Exact
 
 
@@ -35,6 +35,9 @@ def _newton(
     """
     x, lam, free, F = (a.detach() for a in (x, *solution))
     h, margin, penalty = (None if a is None else a.to(lam.dtype) for a in (h, margin, penalty))
+    if h is not None:  # no option of a row that is switched off changes x
+        off = h == -torch.inf
+        h, free = torch.where(off, 0.0, h), free | off
     bound = lam if margin is None else margin
     if penalty is not None:  # the lower bound of an equality is minus the penalty
         bound = bound if equality is None else torch.where(equality, -penalty, bound)
@@ -118,8 +121,8 @@ def operator(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tupl
     """Return x, the multipliers, the mask of the free rows P, and F with ``F'F = K_PP^-1``, for arrays."""
     h, margin, penalty, equality, warm_start = options
     bounds = h, 0.0 if margin is None else margin, penalty, False if equality is None else equality
-    problem, sol, [x] = solved(Exact(), None, (G, g, metric, *bounds, warm_start))
-    return x, *map(problem.to_caller, (sol.multipliers, sol.free, sol.dual_basis()))
+    problem, sol = solved(Exact(), (G, g, metric, *bounds, warm_start))
+    return *projected(problem, sol), *map(problem.to_caller, (sol.multipliers, sol.free, sol.dual_basis()))
 
 
 @operator.register_fake
@@ -165,6 +168,8 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
         blocks_for_x(problem, out)
     tensors = _tensors(*arrays[:-1])
     smooth, constants = [a for a in tensors if a is not None], [*tensors, warm_start]
+    if route == "traced":  # in compiled `torch.func.grad` only results show that they require a gradient
+        smooth = [a.view_as(a) for a in smooth]
     derived = route == "transformed" or (torch.is_grad_enabled() and any(a.requires_grad for a in smooth))
     if derived := derived or any(unpack_dual(a).tangent is not None for a in smooth):
         if type(method) is not Exact:  # a class derived from it need not be exact

@@ -33,6 +33,7 @@ from gemproj._arrays import (
     to_numpy,
 )
 from gemproj._checks import is_number, refuse_masked
+from gemproj._constants import WIDE_RANGE
 from gemproj._tspace import inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
@@ -132,6 +133,7 @@ class Bounds(NamedTuple):
 
 
 PLAIN = Bounds()
+_LARGEST = np.float64(WIDE_RANGE[1])  # no G @ x is larger; a number of Python would be rounded to a float32 h
 
 
 def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Any, ...]:
@@ -177,8 +179,8 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     bounds = Bounds(lower, upper, right)
     if right is None:
         return bounds
-    if isinstance(like, np.ndarray):
-        return bounds.without(off) if np.count_nonzero(off := right == -math.inf) else bounds
+    if isinstance(like, np.ndarray):  # no G @ x is below a number as low
+        return bounds.without(off) if np.count_nonzero(off := right < -_LARGEST) else bounds
     if lower is None:  # on a device, the method leaves out rows that are switched off
         return bounds
     return bounds._replace(lower=xp.where(bounds.off, xp.zeros_like(like), lower))
@@ -194,7 +196,11 @@ def is_like(value: Any, like: Array) -> bool:
 _NUMBERS = "a number or an array of one number per constraint"
 # What an option must be, and whether values are in range.
 _VALID: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "h": (_NUMBERS, "finite, or -inf for rows without a constraint", lambda a: a < math.inf),
+    "h": (
+        _NUMBERS,
+        "finite and below 1e280, or -inf for rows without a constraint",
+        lambda a: a < _LARGEST,
+    ),
     "margin": (_NUMBERS, "finite and at least 0", lambda a: (a >= 0.0) & (a < math.inf)),
     "penalty": (_NUMBERS, "at least 0", lambda a: a >= 0.0),
     "equality": ("True, False or an array of one boolean per constraint", "", np.isfinite),

@@ -66,6 +66,14 @@ def combine(
     return as_asked(problem, x, out)
 
 
+def projected(problem: Problem, sol: DualSolution, out: Blocks | None = None) -> list[Array]:
+    """Return the blocks of x, those of `out` if it is given; on the CPU, warn if x is not optimal."""
+    x = blocks_for_x(problem, out)
+    warn_if_missed(sol)
+    combine_into(problem, sol, x)
+    return x
+
+
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     """Write the projected gradient of a solution to x, which may be g itself.
 
@@ -78,9 +86,7 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
         return
     # The slacks of x do not depend on the metric, but the step does.
     moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
-    loses = np.zeros(np.shape(rows.where), dtype=bool)
-    loses[rows.where] = rows.basis.any(axis=(-2, -1))
-    for i in map(tuple, np.argwhere(loses)):
+    for i in map(tuple, np.argwhere(rows.loses)):
         one = replace(moved.at(i) if problem.batch else moved, weight=None)
         s[i] = slack_of(one, None if h is None else to_numpy(h)[i])
     step = np.zeros(s.shape)

@@ -54,6 +54,13 @@ class Rows(NamedTuple):
             self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
         return self
 
+    @property
+    def loses(self) -> np.ndarray:
+        """Mask (...) of the problems that have a dual basis."""
+        loses = np.zeros(np.shape(self.where), dtype=bool)
+        loses[self.where] = False if self.basis is None else self.basis.any(axis=(-2, -1))
+        return loses
+
     def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:
         """Return these coordinates with the dual bases of the problems of a mask (...)."""
         V = np.broadcast_to(self.V, (len(self.a), *self.V.shape[1:]))

@@ -109,10 +109,8 @@ def solve_dual(
     >>> solve_dual(G, g, equality=equality, h=h).multipliers
     array([-2. ,  0.5])
     """
-    problem = check_problem(G, g, metric)
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
-    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    return _with_rows(problem, solve(measure(problem), options, start)).to(problem.to_caller)
+    problem, sol = solved(method, (G, g, metric, h, margin, penalty, equality, warm_start))
+    return _with_rows(problem, sol).to(problem.to_caller)
 
 
 def solve_gram(
@@ -161,9 +159,18 @@ def solve_gram(
     gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
     like = tuple(gram.b.shape), xp, device
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *like)
-    rounding = WIDE_ROUNDING / EPS * max(float(xp.finfo(dtype).eps) for dtype in {K.dtype, b.dtype})
+    rounding = WIDE_ROUNDING / EPS * max(EPS, *(float(xp.finfo(dtype).eps) for dtype in {K.dtype, b.dtype}))
     measured = Measured(gram, rounding, partial(from_numpy, xp=xp, device=device))
     return solve(measured, options, start).to(measured.to_caller)
+
+
+def solved(method: AnyMethod, arrays: tuple[Any, ...]) -> tuple[Problem, DualSolution]:
+    """Return the problem of the arguments of `project`, and its solution in t-space."""
+    G, g, metric, h, margin, penalty, equality, warm_start = arrays
+    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
+    problem = check_problem(G, g, metric)
+    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
+    return problem, solve(measure(problem), options, start)
 
 
 def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
@@ -172,15 +179,19 @@ def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
     Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
     free rows; rows that are nearly active are tested with them. Another method may have missed any row.
     """
-    if not problem.host or sol._rows is not None:
+    if not problem.host or (read := sol.refined).all():
         return sol
     norms, cosines = unit_diagonal(sol.gram.K)
     rows = np.broadcast_to(norms > 0, sol.multipliers.shape)
     if sol._exact:
         near = sol.slack() <= NEAR_ZERO * norms * np.asarray(sol.size())[..., None]
         rows = rows & near & np.any(near & rows & ~sol.free, axis=-1, keepdims=True)
-    where = smallest_pivot(cosines, rows) < RESOLVED**2
-    return replace(sol, _rows=from_rows(problem, where)) if where.any() else sol
+    where = read | (smallest_pivot(cosines, rows) < RESOLVED**2)
+    if np.count_nonzero(where) == np.count_nonzero(read):
+        return sol
+    found = from_rows(problem, where).without_zeros(sol.gram)
+    known = sol._rows
+    return replace(sol, _rows=found if known is None else found.corrected(sol.free, known.loses))
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:

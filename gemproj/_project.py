@@ -9,13 +9,9 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks
-from gemproj._bounds import check_options
-from gemproj._checks import check_multipliers
-from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
-from gemproj._dual import solve
-from gemproj._gram import measure
-from gemproj._problem import Problem, blocks_of, check_problem
-from gemproj._solution import DualSolution
+from gemproj._combine import as_asked, projected
+from gemproj._dual import solved
+from gemproj._problem import blocks_of
 from gemproj.methods import AnyMethod, Exact
 
 _requires_grad = attrgetter("requires_grad")
@@ -98,23 +94,8 @@ def project(
         from gemproj._autograd import project_tensors
 
         return project_tensors(route, project, method, out, arrays)
-    problem, _, x = solved(method, out, arrays)
-    return as_asked(problem, x, out)
-
-
-def solved(
-    method: AnyMethod, out: Blocks | None, arrays: tuple[Any, ...]
-) -> tuple[Problem, DualSolution, list[Array]]:
-    """Return the problem, its solution and the blocks of x."""
-    G, g, metric, h, margin, penalty, equality, warm_start = arrays
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
-    problem = check_problem(G, g, metric)
-    x = blocks_for_x(problem, out)
-    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    sol = solve(measure(problem), options, start)
-    warn_if_missed(sol)
-    combine_into(problem, sol, x)
-    return problem, sol, x
+    problem, sol = solved(method, arrays)
+    return as_asked(problem, projected(problem, sol, out), out)
 
 
 def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:

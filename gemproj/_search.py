@@ -98,7 +98,7 @@ def solve(
         Output: the sum of ``|lam_i| |g_i|``, relative to the size of the problem.
     """
     t, found = lam.shape[1], np.zeros(3)
-    low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
+    low, high, right, norm, idle = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
     for p in range(first, last):
         given = rows[p if len(rows) > 1 else 0]
         plain, finite = len(start) == 0, True
@@ -108,6 +108,10 @@ def solve(
             right[i] = h[p, i] if len(h) and h[p, i] > -np.inf else 0.0
             norm[i] = np.sqrt(given[i, i] if of_gram else dot(given[i], given[i]))
             lam[p, i] = min(max(0.0, low[i]), high[i])
+            if norm[i] == 0.0 and right[i] != 0.0:  # what h asks of this row, x cannot change
+                bound = high[i] if right[i] > 0.0 else low[i]
+                lam[p, i] = bound if abs(bound) < np.inf else lam[p, i]
+            idle[i] = lam[p, i]
             slack = (linear[p, i] if of_gram else dot(given[i], linear[p])) - right[i]
             plain = plain and low[i] == 0.0 and slack >= 0.0
             finite = finite and norm[i] < np.inf
@@ -157,13 +161,14 @@ def solve(
         for i in range(t):
             least = lower[p, i] if len(lower) else 0.0
             most = upper[p, i] if len(upper) else np.inf
-            if norm[i] == 0.0:  # violated by every x if h is positive
-                violated = len(h) > 0 and h[p, i] > 0.0 and most < np.inf
-                lam[p, i] = most if violated else min(max(0.0, least), most)
+            if norm[i] == 0.0:
+                lam[p, i] = idle[i]
             elif not ray:  # scaling would round multipliers at a bound
                 value = lam[p, i] * (size / norm[i])
                 at_low, at_high = lam[p, i] <= low[i], lam[p, i] >= high[i]
                 lam[p, i] = least if at_low else most if at_high else min(max(value, least), most)
+                if not abs(lam[p, i]) < np.inf:  # h is too large for a row as short
+                    status[p] = STALLED
 
 
 def from_gram(K: Any, b: Any, norm: Any, right: Any) -> tuple[Any, Any]:

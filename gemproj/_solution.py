@@ -139,9 +139,10 @@ class DualSolution:
     @property
     @in_numpy
     def refined(self) -> Any:
-        """Boolean (...): True for problems that were solved in coordinates from G instead of K.
+        """Boolean (...): True for problems in coordinates from G instead of K.
 
-        These are problems whose K is ill-conditioned, and those with no more columns than rows.
+        Their K is ill-conditioned, for the solution or, in `solve_dual`, for its measures of error, or they
+        have no more columns than rows.
         """
         return np.zeros(np.shape(self.gram.gg), dtype=bool) if self._rows is None else self._rows.where
 

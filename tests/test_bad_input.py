@@ -53,6 +53,7 @@ WRONG_VALUES = [
     (lambda: project(G, g, margin=np.ones(1)), r"margin must be .* \(3,\), .*found \(1,\)"),
     (lambda: project(G, g, h=np.ones(2)), r"h must be a number or have shape \(3,\), .*found \(2,\)"),
     (lambda: project(G, g, h=np.full(3, np.nan)), "h must be finite"),
+    (lambda: project(G, g, h=1e300), r"h must be finite and below 1e280, .*; found 1e\+300"),
     (lambda: project(G, g, equality=True, method="agem"), "equality cannot be combined with method AGEM"),
     (lambda: project(G, g, h=np.ones(3), method="gem2017"), "h cannot be combined with method GEM2017"),
     (lambda: solve_gram(G, g), r"K must be a Gram matrix of shape \(..., t, t\); found \(3, 5\)"),

@@ -47,6 +47,15 @@ def test_an_answer_meets_the_conditions_of_a_program(shape, rng):
         problem, x = drawn(rng, *SHAPES[shape])
         found = solve_problem(problem, eps_abs=1e-12)
         assert found.found
+        if problem.G is not None:  # an infinite bound is none
+            G, h = (
+                np.concatenate([problem.G, -problem.G]),
+                np.append(problem.h, np.full(len(problem.h), np.inf)),
+            )
+            more = solve_problem(
+                qpsolvers.Problem(problem.P, problem.q, G, h, *problem.unpack()[4:]), eps_abs=1e-12
+            )
+            assert_close(more.x, found.x, atol=1e-10)
         assert found.is_optimal(1e-11)
         assert found.z is None or np.min(found.z, initial=0.0) >= 0.0
         value, right = (0.5 * v @ problem.P @ v + problem.q @ v for v in (found.x, x))
@@ -55,9 +64,12 @@ def test_an_answer_meets_the_conditions_of_a_program(shape, rng):
             assert_close(found.x, x, atol=1e-10)
 
 
-def test_contradicting_constraints_have_no_answer():
-    problem = qpsolvers.Problem(np.eye(2), np.zeros(2), lb=np.ones(2), ub=np.zeros(2))
-    assert not solve_problem(problem).found
+def test_contradicting_constraints_and_programs_without_a_minimum_have_no_answer():
+    for problem in (
+        qpsolvers.Problem(np.eye(2), np.zeros(2), lb=np.ones(2), ub=np.zeros(2)),
+        qpsolvers.Problem(np.zeros((2, 2)), np.ones(2), -np.eye(2)[:1], np.zeros(1)),
+    ):
+        assert not solve_problem(problem).found
     with pytest.raises(np.linalg.LinAlgError):  # not convex
         solve_problem(qpsolvers.Problem(-np.eye(2), np.zeros(2), lb=np.zeros(2)))
 

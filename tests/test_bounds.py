@@ -67,6 +67,15 @@ def test_more_rows_than_parameters_and_a_right_hand_side():
         assert np.min(G @ project(G, g, h=h) - h) > -1e-11
 
 
+def test_options_in_bfloat16():
+    """Which NumPy does not have."""
+    torch = pytest.importorskip("torch")
+    G, g = torch.eye(3)[:2], torch.tensor([-3.0, 1.0, 1.0])
+    low = torch.tensor([0.5, 0.25], dtype=torch.bfloat16)
+    for name in ("h", "margin", "penalty", "warm_start"):
+        assert torch.equal(project(G, g, **{name: low}), project(G, g, **{name: low.double()}))
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equality_is_the_null_space(xp, kind, dtype):
@@ -127,6 +136,8 @@ def test_solve_gram_starts_from_t_space_numbers(xp, rng):
     loose = solve_gram(xp.array(K), xp.array(b), method="agem")
     exact = solve_gram(xp.array(K), xp.array(b), xp.array(gg), method="agem")
     assert np.all(xp.numpy(loose.kkt_residual()) >= xp.numpy(exact.kkt_residual()))
+    longer = [a.astype(np.longdouble) for a in (K, b, gg)]  # which are computed with in float64
+    assert_close(solve_gram(*longer).error_bound(), solve_gram(K, b, gg).error_bound(), atol=0)
     h = np.full(5, 0.1)
     many = solve_gram(xp.array(K[0]), xp.array(b), h=xp.array(h), penalty=1.0, warm_start=xp.array(b * 0))
     for i in range(2):

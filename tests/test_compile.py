@@ -127,7 +127,8 @@ def test_graphs_that_others_record_are_right_for_other_numbers():
         torch.export.export(module, given).module(),
         torch.compile(lambda G, g: torch.func.vmap(project, (None, 0))(G, g[None])[0], backend=BACKEND),
         torch.compile(lambda G, g: torch.func.jvp(lambda g: project(G, g), (g,), (g,))[1], backend=BACKEND),
-    ):  # x is positively homogeneous in g: its derivative along g is x
+        torch.compile(torch.func.grad(lambda G, g: project(G, g).square().sum() / 2, 1), backend=BACKEND),
+    ):  # x is positively homogeneous in g: its derivative along g, and of half its square, is x
         torch.testing.assert_close(graph(G, g), expected, rtol=1e-13, atol=1e-13)
     seen = []
 

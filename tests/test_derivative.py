@@ -72,10 +72,13 @@ def test_derivatives_of_many_gradients_blocks_and_mappings(device):
 @on_devices
 @pytest.mark.parametrize(
     ("equality", "h", "c"),
-    [(False, [0.5, 0.2, -0.1, 0], [0.3, 0.15, 2, 0.3]), (True, [0.5, -4, -0.1, 0], [0.05, 0.2, 5, 0.1])],
+    [
+        *[(False, h, [0.3, 0.15, 2, 0.3]) for h in ([0.5, 0.2, -0.1, 0], [0.5, 0.2, -np.inf, 0])],
+        *[(True, h, [0.05, 0.2, 5, 0.1]) for h in ([0.5, -4, -0.1, 0], [-np.inf, -4, -0.1, 0])],
+    ],
 )
 def test_derivatives_in_bounds_and_right_hand_side(equality, h, c, device):
-    """With multipliers between their bounds, and at both of them."""
+    """With multipliers between their bounds, and at both of them; also with a row that is switched off."""
 
     def bounds(h, m, c):
         return {"h": h, "margin": m, "penalty": c, "equality": equality}
@@ -83,7 +86,9 @@ def test_derivatives_in_bounds_and_right_hand_side(equality, h, c, device):
     given = [torch.tensor(a, dtype=torch.float64, device=device) for a in (h, [0.1, 0.1, 0.9, 0.1], c)]
     sol = solve_dual(*problem(4, 9, device=device), **bounds(*given))
     assert all(a.any() for a in (sol.multipliers == sol.lower, sol.multipliers == sol.upper, sol.free))
+    expected = project(*(a.detach() for a in problem(4, 9, device=device)), **bounds(*given))
     given = *problem(4, 9, device=device), *(a.requires_grad_() for a in given)
+    assert torch.equal(project(*given[:2], **bounds(*given[2:])), expected)
     check(lambda G, g, *given: project(G, g, **bounds(*given)), given)
 
 
@@ -186,7 +191,7 @@ def test_vmap():
     for dims, arrays in (((None, 0), (G, gs)), ((0, None), (Gs, g)), ((0, 0), (Gs, gs))):
         for function in (project, jacrev(project), jacrev(project, 1), jacfwd(project), jacfwd(project, 1)):
             check_vmap(function, dims, *arrays)
-    check_vmap(lambda h: project(G, g, h=h), (0,), h)
+    check_vmap(lambda h: project(G, g, h=h), (0,), torch.where(h < h.median(), h, -torch.inf))
     check_vmap(lambda g: project(Gs, g), (0,), gs)  # a batch in a batch
     for dims, start in ((None, h[0]), (0, h)):
         check_vmap(lambda g, start: project(G, g, warm_start=start), (0, dims), gs, start)

@@ -161,6 +161,14 @@ SCALES = [
     (np.eye(2), [0, 300], [1, -2], {"penalty": [np.inf, 1]}, [1, 300]),
     # A row of norm zero that asks for something: its multiplier is the penalty, or the gap is not zero.
     ([[0, 0], [1, 0]], [-1, 1], [1, 0], {"penalty": [2, np.inf]}, [0, 1]),
+    (
+        [[0, 0], [1, 0]],
+        [-1, 1],
+        [-1, 0],
+        {"penalty": [2, np.inf], "equality": np.array([True, False])},
+        [0, 1],
+    ),
+    *(([[0, 0]], [1, 1], [h], {"penalty": [2], "equality": h < 0}, [1, 1]) for h in (1, -1)),
 ]
 TILT = 2.0**-12
 # Rows that depend on each other, with an h that differs by more than their rounding.
@@ -190,6 +198,20 @@ def test_x_is_known_where_h_is_small_or_large(xp, G, g, h, options, x, warm):
     assert float(sol.kkt_residual()) < (1e-8 if together else 1e-9)
     assert abs(float(sol.duality_gap())) < 1e-9
     assert not together or float(sol.error_bound()) < 1e-5  # often from weak duality, the root of the gap
+
+
+def test_what_g_x_always_exceeds_is_minus_infinity(host):
+    """Some write the largest number for infinity."""
+    G, g = host.array([[1e-10, 0.0], [1.0, 0.0]]), host.array([-1.0, 2.0])
+    sols = [solve_dual(G, g, h=host.array([low, 0.0])) for low in (-np.inf, -np.finfo(float).max)]
+    assert len({(float(s.error_bound()), float(s.kkt_residual()), float(s.slack()[0])) for s in sols}) == 1
+
+
+def test_a_multiplier_that_overflows_is_not_optimal(host):
+    G, g, h = host.array([[1e-20, 0.0], [1.0, 0.0]]), host.array([-1.0, 2.0]), host.array([1e279, 0.0])
+    with np.errstate(all="ignore"), pytest.warns(RuntimeWarning, match="The projection violates"):
+        project(G, g, h=h)
+    assert int(solve_dual(G, g, h=h).status) == Status.STALLED
 
 
 @pytest.mark.parametrize("penalty", [1e3, 1e6, 1e9, 1e12])

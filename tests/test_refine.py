@@ -129,6 +129,21 @@ def test_refined_problems_of_a_batch_stay_apart(host, options, rng):
         np.testing.assert_array_equal(host.project(G[i], g[i], **options), x)
 
 
+@pytest.mark.parametrize("tilt", [1e-7, 1e-9])
+def test_the_error_bound_of_a_problem_does_not_depend_on_the_batch(host, tilt):
+    """G of the first problem is read again to solve it, G of the second one only to bound its error."""
+    u, v, w = np.eye(50)[:3]
+    G, g = (
+        np.array([[u, tilt * v - u], [1e-7 * v - u, u]]),
+        np.array([-u, v - u]) + 100.0 * np.arange(2)[:, None] * w,
+    )
+    sol = solve_dual(host.array(G), host.array(g))
+    for i in range(2):
+        one = solve_dual(host.array(G[i]), host.array(g[i]))
+        assert float(sol.error_bound()[i]) == float(one.error_bound())
+    assert np.array_equal(host.numpy(combine(host.array(G), host.array(g), sol)), host.project(G, g))
+
+
 def test_refinement_with_a_metric_and_blocks(host, rng):
     G, g = opposite(rng, 4, tilt=1e-6)
     g = -np.abs(g @ np.ones(len(g))) * G[2] - G[0] + 0.1 * g

@@ -52,6 +52,8 @@ class Rows(NamedTuple):
             parts.append((one[lower], lb[lower], lb[lower] == ub[lower]))
             parts.append((-one[upper], -ub[upper], np.zeros(len(upper), dtype=bool)))
         C, c, equal = map(np.concatenate, zip(*parts, strict=True))
+        none = c == -np.inf  # a bound that is infinite
+        C[none], c[none] = 0.0, 0.0
         return cls(C, c, equal, lower, upper)
 
     def solution(self, problem: qpsolvers.Problem, x: np.ndarray, lam: np.ndarray) -> qpsolvers.Solution:
@@ -81,8 +83,9 @@ def solve_problem(
         lam = solve_dual(G, g, h=right, equality=equality).multipliers
         return inverse.T @ (g + lam @ G), lam
 
-    best, least = qpsolvers.Solution(problem, found=False), np.inf
     x, lam, stationary, missing = np.zeros(len(q)), np.zeros(len(c)), q, c
+    # Worse than x = 0 is no answer: the program has no minimum.
+    best, least = qpsolvers.Solution(problem, found=False), max(np.max(abs(q)), np.max(abs(c), initial=0.0))
     for turn in range(2 * ROUNDS if shift else 2):
         try:
             if turn % 2:
@@ -98,7 +101,7 @@ def solve_problem(
         stationary, missing = P @ wide + q - weights @ C, c - C @ wide
         gap, short = wide @ stationary - weights @ missing, np.where(equal, abs(missing), missing)
         worst = max(abs(gap), np.max(abs(stationary)), np.max(short, initial=0.0))
-        if worst < least:
+        if worst <= least:
             best, least = rows.solution(problem, x, lam.copy()), worst
         if worst < eps_abs:
             break
