@@ -180,7 +180,8 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     if right is None:
         return bounds
     if isinstance(like, np.ndarray):  # no G @ x is below a number as low
-        return bounds.without(off) if np.count_nonzero(off := right < -_LARGEST) else bounds
+        off = right < (-_LARGEST if mask is None else np.where(mask, -np.finfo(float).max, -_LARGEST))
+        return bounds.without(off) if np.count_nonzero(off) else bounds
     if lower is None:  # on a device, the method leaves out rows that are switched off
         return bounds
     return bounds._replace(lower=xp.where(bounds.off, xp.zeros_like(like), lower))

@@ -50,6 +50,8 @@ def a_set_that_one_process_cannot_keep_stops_every_process():
             one_number = Promise(loss if odd else EACH, tolerance=0.0)
             with expect(odd, ValueError, "tolerance needs one loss for each example"):
                 keeper.keep([(x, y)], one_number, name=0)
+        with expect(odd, ValueError, "leaves none to keep"):
+            keeper.keep([(x[:1], y[:1]) if odd else (x, y)], name=0, hold_out=0.34)
         assert not keeper.sets
         keeper.keep([(x, y)], name=0)
         optimizer.step()

@@ -307,13 +307,31 @@ def looks_are_in_the_steps_of_one_process():
 
 
 @check(2)
+def one_process_may_save():
+    """The next step looks on all."""
+    model, keeper = kept(DistributedDataParallel(net()), [task(0)], EACH, look=4)
+    optimizer = sgd(model.parameters())
+    keeper._attach(model, optimizer)
+    looked = []
+    for step in range(6):
+        take(model, optimizer, share(task(step, 8)))
+        looked.append(keeper.last.age == 0)
+        if step == 1 and dist.get_rank() == 0:
+            keeper.state_dict()
+    assert looked == [True, False, True, False, False, False]
+
+
+@check(2)
 def held_out_examples_are_those_of_all_processes():
     """Which keep different numbers of them, and make as many passes."""
     x, y = share(task(0, 24), [18, 6])
     _, keeper = kept(DistributedDataParallel(net()), [], EACH, examples=5)
     keeper.keep([(x, y)], name="old", hold_out=0.5)
     every = torch.cat(gathered(EACH(net(), keeper.sets["old"].held.examples).detach()))
-    mean, low, high = keeper.report()["old"].held_out
+    line = keeper.report()["old"]
+    mean, low, high = line.held_out
+    assert line.kept
+    assert gathered(line.held_bound) == [line.held_bound] * 2
     assert len(every) == 12
     assert low <= mean <= high < low + 1e-9  # nothing has moved
     assert abs(mean - float(every.mean())) < 1e-12

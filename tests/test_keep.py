@@ -101,6 +101,18 @@ def scaled(factor, model, batch):
     return factor * EACH(model, batch)
 
 
+def weighted(factor):
+    return lambda model, batch: factor * EACH(model, batch)
+
+
+class Weighted:
+    def __init__(self, weights):
+        self.weights = torch.tensor(weights)
+
+    def __call__(self, model, batch):
+        return self.weights.sum() * EACH(model, batch)
+
+
 @pytest.mark.parametrize(
     ("of", "alike"),
     [
@@ -110,14 +122,15 @@ def scaled(factor, model, batch):
         (partial(scaled, 1.0), True),
         (partial(scaled, 2.0), False),
         (Scaled(1.0).loss, False),  # of another object
+        (weighted(1.0), True),  # the same function, made again
+        (weighted(2.0), False),
+        (Weighted([1.0, 2.0]), True),
+        (Weighted([1.0, 3.0]), False),
     ],
 )
 def test_examples_are_added_under_an_equal_loss_only(of, alike):
-    firsts = (
-        Distillation(logits, labels=CrossEntropy(logits, labels=1)),
-        partial(scaled, 1.0),
-        Scaled(1.0).loss,
-    )
+    whole = Distillation(logits, labels=CrossEntropy(logits, labels=1))
+    firsts = whole, partial(scaled, 1.0), Scaled(1.0).loss, weighted(1.0), Weighted([1.0, 2.0])
     first = next(one for one in firsts if type(one) is type(of))
     keeper = begin(first)[2]
     keeper.keep([task(0)], name="a")

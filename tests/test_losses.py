@@ -61,6 +61,14 @@ def test_cross_entropy_of_many_classes(dtype):
         CrossEntropy(given)(logits, {"labels": labels.index_fill(1, torch.tensor([2]), 1001)})
 
 
+def test_the_first_label_of_several_axes_is_predicted_by_none():
+    logits = torch.randn(2, 4, 3, 5)
+    labels = torch.randint(5, (2, 4, 3), dtype=torch.uint8)
+    found = CrossEntropy(given, shift=True)(logits, {"labels": labels})
+    expected = functional.cross_entropy(logits[:, :-1].movedim(-1, 1), labels[:, 1:].long(), reduction="none")
+    torch.testing.assert_close(found, expected.flatten(1).mean(1))
+
+
 def test_which_examples_have_a_label():
     labels = torch.tensor([[1, 2, -100], [3, -100, -100], [-100, -100, -100]])
     batch = {"labels": labels}

@@ -226,6 +226,24 @@ def test_a_refused_step_leaves_weights_state_and_statistics(on, bad):
     assert keeper.report()["old"].steps == 4
 
 
+@ways
+def test_a_parameter_without_axes_is_projected(on):
+    """As the temperature of CLIP."""
+    model = perceptron()
+    model.register_parameter("heat", nn.Parameter(torch.tensor(1.5, dtype=torch.float64)))
+
+    def hot(model, batch):
+        return nn.functional.cross_entropy(model.heat * model(batch[0]), batch[1])
+
+    optimizer = sgd(model.parameters())
+    keeper = protect(model, optimizer, hot, on=on)
+    keeper.keep([task(1)])
+    (-hot(model, task(1))).backward()
+    optimizer.step()
+    assert keeper.last.num_violated
+    assert keeper.last.worst_cosine > -1e-6
+
+
 def test_one_large_gradient_does_not_end_a_training_with_adam():
     """Its square fits into the moment, and not the moment without its bias."""
     model, optimizer, keeper = begin(

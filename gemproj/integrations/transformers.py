@@ -117,6 +117,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         self, data: Any = None, promise: Promise | Loss | float | None = None, **options: Any
     ) -> None:
         super().__init__(data, promise, **options)
+        self._final = {}
         names = ("name", "limit", "hold_out")
         self._written: dict[str, Any] = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
         self._written |= {name: options[name] for name in names if name in options}
@@ -162,7 +163,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         assert self._model is not None
         tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._model)
         if not getattr(model, "can_generate", bool)():
-            self._given = False  # so that it is said that nothing is kept
             return
         if tokenizer is None:
             raise ValueError(
@@ -221,8 +221,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Detach from the optimizer; add held-out losses to the last log if the best model was loaded."""
         if args.load_best_model_at_end:
             numbers = self._measured()
-            self._final.update(numbers)
-            state.log_history[-1].update(numbers)
+            for last in (self._final, *state.log_history[-1:]):
+                last.update(numbers)
         self.remove()
 
     def _measured(self) -> dict[str, float]:
@@ -342,7 +342,7 @@ class _Examples:
             if self.cut:
                 warn(
                     f"{self.cut} of {len(made)} texts are longer than {self.longest:,} tokens and are "
-                    "cut there. Set args.max_length to keep longer ones."
+                    "cut there. Pass tokens to keep longer ones, or set max_length in arguments of TRL."
                 )
             return made, self
         if not keys:
@@ -350,7 +350,8 @@ class _Examples:
         if keys & self.columns:  # otherwise the collator makes what the model takes
             data = [{key: one[key] for key in keys if key in self.columns} for one in data]
             keys = data[0].keys()
-        if "input_ids" in keys and keys <= _TOKENS and {np.ndim(one) for one in data[0].values()} == {1}:
+        own = {"input_ids"} if self.labelled else {"input_ids", "labels"}  # the collator may make labels
+        if own <= keys <= _TOKENS and {np.ndim(one) for one in data[0].values()} == {1}:
             if self.encodes and "labels" not in keys:
                 raise ValueError(_TWO_SIDES)
             return [self.of_tokens(**one) for one in data], self
@@ -364,11 +365,10 @@ class _Examples:
 
     def of_tokens(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
         """Return tokens as an example; an empty one has no label, and no position that counts."""
+        labels = input_ids if labels is None and self.labelled else labels
         if not len(input_ids) or (labels is not None and not len(labels)):
-            input_ids, labels, attention_mask = [0], [-100], [0]
-        example = {"input_ids": input_ids}
-        if labels is not None or self.labelled:
-            example["labels"] = input_ids if labels is None else labels
+            input_ids, labels, attention_mask = [0], None if labels is None else [-100], [0]
+        example = {"input_ids": input_ids} | ({} if labels is None else {"labels": labels})
         return {_TEXT: example if attention_mask is None else example | {"attention_mask": attention_mask}}
 
     def ids(self, one: Any, key: str = "text") -> list[int]:

@@ -77,11 +77,11 @@ def _sampled(chunks: Iterable[Any], limit: int, random: torch.Generator) -> list
         return int(torch.randint(n, (), generator=random, device="cpu"))
 
     kept: list[Any] = []
-    for seen, (chunk, k) in enumerate((some, k) for some in chunks for k in range(count(some))):
+    for seen, (chunk, k) in enumerate((some, k) for some in map(owned, chunks) for k in range(count(some))):
         if seen < limit:
-            kept.append(owned(take(chunk, [k])))
+            kept.append(take(chunk, [k]))
         elif draw(seen + 1) < limit:
-            kept[draw(limit)] = owned(take(chunk, [k]))
+            kept[draw(limit)] = take(chunk, [k])
     return kept
 
 
@@ -164,9 +164,8 @@ def _lists(data: Any) -> Iterator[PerExample]:
 
 def _ending(chunks: Iterator[Any], data: Any, limit: int | None) -> Iterator[Any]:
     """Yield chunks; of data without a length, which may have no end, at most a maximum, and say so."""
-    if _has_length(data):
-        yield from chunks
-        return
+    if _has_length(data):  # which may be wrong
+        yield from itertools.islice(chunks, len(data))
     start, read = time.monotonic(), 0
     for number, chunk in enumerate(chunks):
         if limit is None and number == _MOST_BATCHES:

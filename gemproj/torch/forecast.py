@@ -118,8 +118,8 @@ class Forecast:
         safer, none = error.maximum(1.0 + _DECAY * (safety - 1.0)), torch.zeros_like(found)
         # A mean of the drawn examples has an error of its own, and so has the forecast: their mean has less.
         mean = torch.where(way > 0.0, 0.5 * (found + self._now), found)
-        # The way is no sum of lengths if weights were set back, as by a checkpoint: the loss is small again,
-        # and forecast to be. Then it is unknown, and the row is computed again soon.
+        # Weights that were set back, as by a checkpoint, are near where the loss was stored, however long the
+        # way was: then the loss that is found is small, and so was its forecast. The way begins anew.
         whole = way + self._since
         least = _BACK * self.known[0]
         back = (way > 0.0) & (found.abs() < least) & (self._now * way**2 < least * whole**2)

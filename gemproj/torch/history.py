@@ -454,8 +454,9 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
         bound, now = line.stored + allowed, line.now  # of the examples of the last step
         line.examples, line.stored = len(kept), float(kept.losses.mean())
         if name in held_out:
-            line.held, line.held_out = len(kept.held), held_out[name]
-            line.held_bound = bound = float(kept.held.losses.mean()) + allowed
+            *found, before = held_out[name]  # of all processes, as the bound must be
+            line.held, line.held_out = len(kept.held), tuple(found)
+            line.held_bound = bound = before + allowed
             now = line.held_out[0 if allowed or line.held == 1 else 1]
         # False for NaN; without a step, nothing has changed.
         line.kept = now <= bound + _LOSSES * (1.0 + abs(bound)) or not (line.steps or line.held)

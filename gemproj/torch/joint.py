@@ -74,6 +74,7 @@ class SharedPasses:
             try:
                 if kind not in self._plans:
                     self._plans[kind] = _planned(G, model, some, alone, most)
+                    self.reason = None
                 plan = self._plans[kind]
                 parts = (some[start : start + plan.rows] for start in range(0, len(some), plan.rows))
                 left += [draw for part in parts for draw in _share(G, model, part, plan)]
@@ -94,7 +95,7 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
     """Find a way that computes the first rows as their own passes do, and the number of rows per pass."""
     n, device, threads = len(draws[0].at), G.vector.device, torch.get_num_threads()
     used = _activations(model, lambda: alone(draws[0]))
-    if _is_rounding(G, draws[0].k):
+    if _is_rounding(G, draws[0].k) and G.buffer[draws[0].k].any():
         raise NotYet("losses are zero, and gradients rounding errors, as at the beginning of a distillation")
     of_pass, of_row = threads * _CPU_PASS, threads * _CPU_ROW
     if device.type == "cuda":  # large passes are faster on GPUs (docs/performance.md)

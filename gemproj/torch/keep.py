@@ -94,8 +94,8 @@ def examine(
 
 def scored(
     model: torch.nn.Module, vector: ParameterVector, kept: KeptSet, loss: Loss, microbatch: int | None = None
-) -> tuple[float, float, float]:
-    """Return the mean loss of all examples of a set now, and a 95 % interval of it.
+) -> tuple[float, float, float, float]:
+    """Return the mean loss of all examples of a set now, a 95 % interval of it, and their loss when kept.
 
     The unit is the example: the interval is that of the mean of differences from the losses when kept, by
     Student's distribution. On several processes, all of them must call this function.
@@ -112,7 +112,7 @@ def scored(
     n, first, second, before = total(sums.to(vector.device, wide_dtype(torch, vector.device))).tolist()
     mean, spread = (before + first) / n, max(second / n - (first / n) ** 2, 0.0)
     half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf
-    return mean, mean - half, mean + half
+    return mean, mean - half, mean + half, before / n
 
 
 def _losses(

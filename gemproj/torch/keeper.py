@@ -55,7 +55,7 @@ class KeeperBase:
             if option in {known.name for known in fields(Promise)}:
                 raise TypeError(f"{option} is an option of Promise: pass promise=Promise(..., {option}=...).")
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {option!r}")
-        self._given = promise is not None
+        self._given = callable(promise) or isinstance(promise, Promise)  # for sets that come later
         self.promise, self.on, self.method = as_promise(promise, self._usual), on, method
         check_promise(self.promise, method, on)
         if isinstance(look, str) and look != "auto":
@@ -143,9 +143,7 @@ class KeeperBase:
             If `data` has no example, or an example that cannot be stored; if a loss is not finite, which
             names the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
-        known, chosen = self._checked(promise, name, limit)
-        if not 0.0 <= hold_out < 1.0:
-            raise ValueError(f"hold_out must be a share, at least 0 and below 1; found {hold_out}.")
+        known, chosen = self._checked(promise, name, limit, hold_out)
         if self._training is None:
             if not self._waits:
                 raise ValueError(f"{type(self).__name__} has no model yet.")
@@ -170,10 +168,11 @@ class KeeperBase:
                 kept = KeptSet(name, chosen, examples, collate, None, losses, adapters(inner))
                 kept.own = promise is not None or (known is not None and known.own)
                 examine(kept, inner, vector, loss, self._microbatch)
-            if hold_out:
-                kept = _divided(kept, hold_out, self._random)
-            if known is not None:
-                kept = known.joined(kept)
+            with vector.topology.agreement({}):
+                if hold_out:
+                    kept = _divided(kept, hold_out, self._random)
+                if known is not None:
+                    kept = known.joined(kept)
         except BaseException:
             self._random.set_state(before)
             raise
@@ -199,20 +198,27 @@ class KeeperBase:
         Held-out examples are evaluated now, in a forward pass; on several processes, all of them must call
         it.
         """
-        return make_report(self.history, self.sets, self.held_out())
+        return make_report(self.history, self.sets, self._scored())
 
     def held_out(self) -> dict[Hashable, tuple[float, float, float]]:
         """Return the loss of the held-out examples of each set now, with the ends of its 95 % interval.
 
         Sets that were kept with other adapters than those that are active are left out.
         """
+        return {name: found[:3] for name, found in self._scored().items()}
+
+    def _scored(self) -> dict[Hashable, tuple[float, float, float, float]]:
+        """Return `held_out`, with the loss when the examples were kept."""
         if self._training is None:
             return {}
         active = self._training.active()
         apart = {name: kept.held for name, kept in active.items() if kept.held is not None}
         if not apart:
             return {}
-        vector, (inner, _) = self._training.vector(), unwrapped(self._training.model)
+        inner, _ = unwrapped(self._training.model)
+        # A model that is frozen after its training has no vector any more.
+        frozen = not any(p.requires_grad for p in inner.parameters())
+        vector = self._training.rows.vector if frozen else self._training.vector()
         return {
             name: scored(inner, vector, held, self._wrapped(held.promise.loss), self._microbatch)
             for name, held in apart.items()
@@ -244,13 +250,13 @@ class KeeperBase:
     def state_dict(self) -> dict[str, Any]:
         """Return the kept sets, the history and the warm start; not the promises and collate functions.
 
-        The next step looks at all sets, as the one that resumes from the state does.
+        With `look`, the next step looks at all sets, as the one that resumes from the state does.
         ``torch.load(..., weights_only=True)`` can read it if the examples are nestings of tensors, numbers
         and strings. To resume, keep the same sets in the same way, then load the state.
         """
         last = {} if self._training is None else self._training.warm
-        if self._training is not None:
-            self._training.change()
+        if self._training is not None and self.look != 1:
+            self._training.look_again()
         return {
             "sets": [kept.state_dict() for kept in self.sets.values()],
             "random": self._random.get_state(),
@@ -335,12 +341,16 @@ class KeeperBase:
         """Return the loss as the framework computes it, for example in the precision of training."""
         return loss
 
-    def _checked(self, promise: Any, name: Any, limit: int | None) -> tuple[KeptSet | None, Promise]:
+    def _checked(
+        self, promise: Any, name: Any, limit: int | None, hold_out: float
+    ) -> tuple[KeptSet | None, Promise]:
         """Return the set of this name, if there is one, and the promise for new examples."""
         if isinstance(name, Promise) or not isinstance(name, Hashable):
             raise TypeError(f"name must be hashable, such as a string; found {name!r}.")
         if limit is not None:
             check_count(limit, "limit", 1)
+        if not 0.0 <= hold_out < 1.0:
+            raise ValueError(f"hold_out must be a share, at least 0 and below 1; found {hold_out}.")
         known = self.sets.get(name) if name is not None else None
         chosen = as_promise(promise, self.promise if known is None else known.promise)
         if known is not None and not _alike(known.promise.loss, chosen.loss):
@@ -488,6 +498,7 @@ class CallbackBase(KeeperBase):
         **options: Any,
     ) -> None:
         super().__init__(promise, **options)
+        self._checked(None, name, limit, hold_out)
         if data is not None:
             self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
 
@@ -507,11 +518,18 @@ def _divided(kept: KeptSet, share: float, random: torch.Generator) -> KeptSet:
 
 def _alike(one: Any, other: Any) -> bool:
     """Return whether losses are the same function, or objects of one class with the same attributes."""
-    if type(one) is not type(other):
-        return False
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
     if isinstance(one, partial):
         return _alike(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
-    if isinstance(one, types.FunctionType | types.MethodType) or not hasattr(one, "__dict__"):
-        return bool(one == other)
+    if isinstance(one, types.FunctionType):  # a function that is made again is another object
+        return one.__code__ == other.__code__ and one.__closure__ == other.__closure__
+    if isinstance(one, types.MethodType | type | torch.nn.Module) or not hasattr(one, "__dict__"):
+        try:
+            return bool(one == other)
+        except (RuntimeError, ValueError):  # of arrays
+            return False
     mine, others = vars(one), vars(other)
     return mine.keys() == others.keys() and all(map(_alike, mine.values(), others.values()))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj._checks import check_count, check_number
@@ -17,7 +17,7 @@ from gemproj.torch.data import Batch, Field, PerExample
 # The label that torch and transformers ignore.
 _IGNORED = -100
 _MASK = "attention_mask"
-# Of more classes than this, only the most probable ones are stored by default.
+# Of more classes than this, only the most probable ones are stored by default, and logits are not copied.
 _MANY, _TOP = 1_000, 64
 
 
@@ -132,12 +132,15 @@ class CrossEntropy:
                 f"shift=True is for logits of tokens, (n, tokens, classes); found {tuple(logits.shape)}."
             )
         if self._shift:  # of the labels, because logits without the last position would be a copy
-            labels = pad(labels[:, 1:], (0, 1), value=_IGNORED)
+            labels = labels.long().roll(-1, 1)
+            labels[:, -1] = _IGNORED
             if examples is not None:  # no example predicts the first label of another
                 labels[:, :-1].masked_fill_(examples.diff(dim=1) != 0, _IGNORED)
         flat, target, counts = logits.flatten(0, -2), labels.flatten().long(), labels != _IGNORED
         if flat.shape[-1] > _MANY:  # without a copy of the logits
             classes = target.masked_fill(target == _IGNORED, 0)
+            if classes.device.type == "cpu" and classes.numel() and int(classes.max()) >= flat.shape[-1]:
+                raise IndexError(f"label {int(classes.max())} is out of bounds for {flat.shape[-1]} classes")
             values = -chosen(flat, None, classes[:, None], 1.0)
         else:
             values = cross_entropy(widened(flat), target, ignore_index=_IGNORED, reduction="none")

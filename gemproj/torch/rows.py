@@ -65,10 +65,11 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
     if not held or not all(isinstance(p, Tensor) and p.requires_grad for p in held):
         raise ValueError("parameters must be tensors that require gradients, such as model.parameters().")
     found: list[list[Tensor]] = []
-    for k, loss in enumerate(losses):
-        _check_loss(k, loss)
+    for loss in losses:
+        _check_loss(len(found), loss)
         gradients = torch.autograd.grad(loss.reshape(()), held, retain_graph=True, allow_unused=True)
         found.append([torch.zeros_like(p) if g is None else g for p, g in zip(held, gradients, strict=True)])
+        del loss  # with its graph, before the next one is made
     if not found:
         raise ValueError("losses holds no loss; an iterator can be read only once.")
     if flat:

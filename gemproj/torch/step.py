@@ -262,7 +262,8 @@ class ProjectedStep:
         held, self._solution = [group is not None for group in self._groups], None
         if any(p.grad is not None for p in vector.parameters):
             try:
-                if keeper.on == "step" or len(self._training.steps) > 1:  # before any optimizer steps
+                first = len(self._training.steps) > len(self._training._stepped)  # of several optimizers
+                if keeper.on == "step" or first:
                     self._check_finite(rows)
                 if keeper.on != "step":
                     self._solution, _ = self._solve("gradient", rows, vector.read_gradient(), held)
@@ -446,7 +447,8 @@ class ProjectedStep:
         if vector.device.type != "cpu":
             return
         gradients = [local(p.grad) for p in vector.parameters if p.grad is not None]
-        wrong = not all(bool(g.isfinite().all()) for g in gradients)
+        # A sum takes a tenth of the time; it may overflow.
+        wrong = not all(bool(g.sum().isfinite()) or bool(g.isfinite().all()) for g in gradients)
         norms = torch.zeros(0, dtype=torch.float64)
         if rows is not None:
             norms = rows.lengths() if rows.norms is None else rows.norms

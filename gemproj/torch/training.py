@@ -48,6 +48,7 @@ class Training:
         self.last: Projection | None = None
         self.warm: dict[str, tuple[list[Any], Any]] = {}
         self._changed = True  # whether sets were kept, dropped or loaded since the last look
+        self._again = False  # whether the next step looks, whatever `look` says
         self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
         self._noise: Any = None  # norm of the rounding of the weights
@@ -74,10 +75,8 @@ class Training:
     def vector(self) -> ParameterVector:
         """Return the trainable parameters that the model has now, as a vector."""
         vector = self.rows.vector
-        # Also of a model that is frozen after its training, which can still be scored.
         known = vector.topology.collective or self._parameters() == self._known
-        frozen = not any(p.requires_grad for p in self.model.parameters())
-        return vector if known or frozen else self._new_vector()
+        return vector if known else self._new_vector()
 
     def _new_vector(self) -> ParameterVector:
         whole, parallel = unwrapped(self.model)
@@ -136,6 +135,10 @@ class Training:
         """Have the next step compute all rows, because sets were kept, dropped or loaded."""
         self._changed = True
 
+    def look_again(self) -> None:
+        """Have the next step compute all rows."""
+        self._again = True
+
     def forget(self, name: Hashable) -> None:
         """Drop the multipliers of a set, and have the next step compute all rows."""
         self.change()
@@ -170,16 +173,20 @@ class Training:
     def _due(self, sets: Mapping[Hashable, KeptSet]) -> list[bool] | None:
         """Return which rows are computed in a step that begins; None for those of all sets."""
         keeper, rows = self.keeper, self.rows
-        others = self._changed or list(sets) != rows.names
+        others, topology = self._changed or self._again or list(sets) != rows.names, rows.vector.topology
         if keeper.look != "auto":
-            return None if others or max(rows.ages, default=0) >= keeper.look else [False] * len(rows)
+            due = others or max(rows.ages, default=0) >= keeper.look
+            if keeper.look > 1 and topology.world > 1:  # one process may have saved its state
+                flag = torch.tensor([float(due)], device=rows.vector.device)
+                due = bool(topology.sum_values(flag) > 0.0)
+            return None if due else [False] * len(rows)
         # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
         if not len(rows) or self.terms.tolerance is None or len(self.steps) > 1:
             return None
-        if others and rows.vector.topology.world == 1:
+        if others and topology.world == 1:
             return None
-        due: list[bool] = keeper._forecast.due(rows, self.terms, others)
-        return None if others else due
+        flags: list[bool] = keeper._forecast.due(rows, self.terms, others)
+        return None if others else flags
 
     def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None) -> None:
         """Compute the rows that are due, those of all sets for None."""
@@ -199,7 +206,7 @@ class Training:
         # Losses are scaled as in training with a scaler.
         scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
         rows.fill(inner, draws, list(sets), microbatch=keeper._microbatch, scale=scale, joint=self.joint)
-        self._changed = False
+        self._changed = self._again = False
         if keeper.look == "auto" and self.terms.tolerance is not None:
             keeper._forecast.take(rows, due, self.terms.tolerance)
 
@@ -284,10 +291,9 @@ class Training:
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
         soon, history, far, most = self._begun, self.keeper.history, list[str](), 0.0
+        last = min(soon // 2, max(10, soon // 20))  # steps that are judged; a history has some of many
         for name, points in history.points().items():
-            late = [
-                loss - bound for step, loss, bound in points if step >= history.steps - min(soon // 2, 10)
-            ]
+            late = [loss - bound for step, loss, bound in points if step >= history.steps - last]
             kept = self.keeper.sets.get(name)
             # Of a tolerance of zero, rounding is an excess.
             if late and kept is not None and kept.promise.allowed:

@@ -84,7 +84,7 @@ class ParameterVector:
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return views of vectors (..., d), one per parameter, in the shapes of the local shards."""
         parts = zip(vector.split(self.sizes, dim=-1), self.shapes, strict=True)
-        return [part.view(*vector.shape[:-1], *shape) for part, shape in parts]
+        return [part.view((*vector.shape[:-1], *shape)) for part, shape in parts]
 
     def local(self) -> list[Tensor]:
         """Return the local shard of each parameter; see `local`."""
