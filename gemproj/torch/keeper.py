@@ -250,12 +250,14 @@ class KeeperBase:
     def state_dict(self) -> dict[str, Any]:
         """Return the kept sets, the history and the warm start; not the promises and collate functions.
 
-        With `look`, the next step looks at all sets, as the one that resumes from the state does.
+        The next step looks at all sets, as the one that resumes from the state does; of several processes
+        only with ``look="auto"``.
         ``torch.load(..., weights_only=True)`` can read it if the examples are nestings of tensors, numbers
         and strings. To resume, keep the same sets in the same way, then load the state.
         """
         last = {} if self._training is None else self._training.warm
-        if self._training is not None and self.look != 1:
+        # With "auto" processes agree on the looks of a step; otherwise one of them may save alone.
+        if self._training is not None and (self.look == "auto" or self._world() == 1):
             self._training.look_again()
         return {
             "sets": [kept.state_dict() for kept in self.sets.values()],

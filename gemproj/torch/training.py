@@ -173,20 +173,16 @@ class Training:
     def _due(self, sets: Mapping[Hashable, KeptSet]) -> list[bool] | None:
         """Return which rows are computed in a step that begins; None for those of all sets."""
         keeper, rows = self.keeper, self.rows
-        others, topology = self._changed or self._again or list(sets) != rows.names, rows.vector.topology
+        others = self._changed or self._again or list(sets) != rows.names
         if keeper.look != "auto":
-            due = others or max(rows.ages, default=0) >= keeper.look
-            if keeper.look > 1 and topology.world > 1:  # one process may have saved its state
-                flag = torch.tensor([float(due)], device=rows.vector.device)
-                due = bool(topology.sum_values(flag) > 0.0)
-            return None if due else [False] * len(rows)
+            return None if others or max(rows.ages, default=0) >= keeper.look else [False] * len(rows)
         # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
         if not len(rows) or self.terms.tolerance is None or len(self.steps) > 1:
             return None
-        if others and topology.world == 1:
+        if others and rows.vector.topology.world == 1:
             return None
-        flags: list[bool] = keeper._forecast.due(rows, self.terms, others)
-        return None if others else flags
+        due: list[bool] = keeper._forecast.due(rows, self.terms, others)
+        return None if others else due
 
     def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None) -> None:
         """Compute the rows that are due, those of all sets for None."""
