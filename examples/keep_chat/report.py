@@ -198,7 +198,7 @@ def front(records: Sequence[Record]) -> Figure:
             )
             ax.plot(*list(zip(*points, strict=True))[:2], label=KINDS[kind], **look)
             for x, y, value in points:
-                if kind not in WITHOUT_VALUE:
+                if kind in ("promise", "outputs"):  # others would hide each other's labels
                     # A point that is alone has its label on the left, away from the lines.
                     side, at = ("left", (5, 5)) if len(points) > 1 else ("right", (-6, -4))
                     ax.annotate(
