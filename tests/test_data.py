@@ -320,7 +320,14 @@ def test_of_a_data_set_only_the_chosen_examples_are_read():
     assert fewer.examples.flatten().tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("stream", [lambda: itertools.repeat((X, Y)), Endless])
+class Longer(Endless):
+    """A stream whose length is wrong."""
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize("stream", [lambda: itertools.repeat((X, Y)), Endless, Longer])
 def test_a_stream_without_an_end_ends_with_a_limit_and_says_so(stream, monkeypatch):
     monkeypatch.setattr(reading, "_MOST_FOR_ONE", 10)
     kept = keep(stream(), mean_loss, perceptron(), limit=7)

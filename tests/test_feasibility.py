@@ -205,6 +205,9 @@ def test_what_g_x_always_exceeds_is_minus_infinity(host):
     G, g = host.array([[1e-10, 0.0], [1.0, 0.0]]), host.array([-1.0, 2.0])
     sols = [solve_dual(G, g, h=host.array([low, 0.0])) for low in (-np.inf, -np.finfo(float).max)]
     assert len({(float(s.error_bound()), float(s.kkt_residual()), float(s.slack()[0])) for s in sols}) == 1
+    # An equality is no bound from below.
+    equal = project(host.array(np.eye(2)), g, h=host.array([-1e290, 0.0]), equality=[True, False])
+    assert float(equal[0]) == -1e290
 
 
 def test_a_multiplier_that_overflows_is_not_optimal(host):

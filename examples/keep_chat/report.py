@@ -211,5 +211,7 @@ def front(records: Sequence[Record]) -> Figure:
         ax.margins(y=0.12)  # for the labels
     figure.supylabel("Loss on the new skill, nats per token", fontsize=10)
     figure.supxlabel("Divergence held out, nats per token", fontsize=10)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    size = 10 if len(labels) < 5 else 8  # with all methods, two columns are as wide as the figure
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=size)
     return figure

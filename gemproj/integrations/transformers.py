@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gemproj._warn import warn
 from gemproj.integrations.accelerate import AcceleratedKeeper, file_in, read
-from gemproj.torch.data import Collate, leaves_of, take
-from gemproj.torch.keeper import CallbackBase
+from gemproj.torch.data import Collate, leaves_of, moved, take
+from gemproj.torch.keeper import CallbackBase, alike
 from gemproj.torch.losses import Distillation
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise
@@ -111,13 +111,12 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     _usual = Promise(Distillation())
     _remedy = "Pass KeeperCallback(texts): this model does not write texts."
     _collate: _Examples | None  # since the first training began
-    _final: dict[str, Any]  # the last log of a training
 
     def __init__(
         self, data: Any = None, promise: Promise | Loss | float | None = None, **options: Any
     ) -> None:
         super().__init__(data, promise, **options)
-        self._final = {}
+        self._final: dict[str, Any] = {}  # the last log of a training
         names = ("name", "limit", "hold_out")
         self._written: dict[str, Any] = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
         self._written |= {name: options[name] for name in names if name in options}
@@ -284,14 +283,8 @@ def _begins(whole: KeptSet, kept: KeptSet) -> bool:
     if len(whole) < len(kept):
         return False
     some = range(min(len(kept), _COMPARED))
-    leaves, others = (leaves_of(take(one.examples, some)) for one in (whole, kept))
-    return len(leaves) == len(others) and all(map(_equal, leaves, others))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    return type(one) is type(other) and bool(one == other)
+    leaves, others = (leaves_of(moved(take(one.examples, some), "cpu")) for one in (whole, kept))
+    return len(leaves) == len(others) and all(map(alike, leaves, others))
 
 
 class _Examples:

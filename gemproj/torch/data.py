@@ -163,14 +163,16 @@ def _lists(data: Any) -> Iterator[PerExample]:
 
 
 def _ending(chunks: Iterator[Any], data: Any, limit: int | None) -> Iterator[Any]:
-    """Yield chunks; of data without a length, which may have no end, at most a maximum, and say so."""
-    if _has_length(data):  # which may be wrong
+    """Yield chunks; of those beyond the length of data, if any, which may have no end, at most a maximum."""
+    told = "has no length"
+    if _has_length(data):
         yield from itertools.islice(chunks, len(data))
+        told = "goes on after its length"
     start, read = time.monotonic(), 0
     for number, chunk in enumerate(chunks):
         if limit is None and number == _MOST_BATCHES:
             raise ValueError(
-                f"data has no length, and no end after {_MOST_BATCHES:,} batches. Pass limit=, or a limited "
+                f"data {told}, and no end after {_MOST_BATCHES:,} batches. Pass limit=, or a limited "
                 "number: itertools.islice(batches, n)."
             )
         yield chunk
@@ -183,7 +185,7 @@ def _ending(chunks: Iterator[Any], data: Any, limit: int | None) -> Iterator[Any
                 f"ends after {_MOST_FOR_ONE * limit:,} of them" if limit else "without limit= keeps them all"
             )
             warn(
-                f"keep is still reading: data has no length, and {read:,} examples were read so far. This "
+                f"keep is still reading: data {told}, and {read:,} examples were read so far. This "
                 f"{end}. Pass itertools.islice(data, n) for a shorter part."
             )
 

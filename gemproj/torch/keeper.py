@@ -355,7 +355,7 @@ class KeeperBase:
             raise ValueError(f"hold_out must be a share, at least 0 and below 1; found {hold_out}.")
         known = self.sets.get(name) if name is not None else None
         chosen = as_promise(promise, self.promise if known is None else known.promise)
-        if known is not None and not _alike(known.promise.loss, chosen.loss):
+        if known is not None and not alike(known.promise.loss, chosen.loss):
             raise ValueError(
                 f"promise about {name!r} must have the loss of the examples that are kept under this name, "
                 f"because their losses are stored; found {chosen.loss!r}. Pass another name, or call "
@@ -518,20 +518,21 @@ def _divided(kept: KeptSet, share: float, random: torch.Generator) -> KeptSet:
     return whole
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
     """Return whether losses are the same function, or objects of one class with the same attributes."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, partial):
-        return _alike(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
-    if isinstance(one, types.FunctionType):  # a function that is made again is another object
-        return one.__code__ == other.__code__ and one.__closure__ == other.__closure__
+        return alike(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
+    if isinstance(one, types.FunctionType):  # one that is made again is another object
+        made = ("__code__", "__closure__", "__defaults__", "__kwdefaults__")
+        one, other = ([getattr(function, name) for name in made] for function in (one, other))
     if isinstance(one, types.MethodType | type | torch.nn.Module) or not hasattr(one, "__dict__"):
         try:
             return bool(one == other)
         except (RuntimeError, ValueError):  # of arrays
             return False
     mine, others = vars(one), vars(other)
-    return mine.keys() == others.keys() and all(map(_alike, mine.values(), others.values()))
+    return mine.keys() == others.keys() and all(map(alike, mine.values(), others.values()))

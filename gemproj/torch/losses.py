@@ -233,9 +233,8 @@ class Distillation:
         top = _TOP if usual else self._top
         dtype = self._dtype or (torch.float16 if usual else logits.dtype)
         if top is None or top >= n:
-            stored: Any = log_probabilities(logits, ... if mask is None else mask, self._temperature).to(
-                dtype
-            )
+            rows = ... if mask is None else mask
+            stored: Any = log_probabilities(logits, rows, self._temperature).to(dtype)
         else:
             found, classes = likeliest(logits.flatten(0, -2), _indices(mask), top, self._temperature)
             stored = found.to(dtype), classes.int()

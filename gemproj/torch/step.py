@@ -262,7 +262,7 @@ class ProjectedStep:
         held, self._solution = [group is not None for group in self._groups], None
         if any(p.grad is not None for p in vector.parameters):
             try:
-                first = len(self._training.steps) > len(self._training._stepped)  # of several optimizers
+                first = len(self._training.steps) > 1 == len(self._training._stepped)  # of several parts
                 if keeper.on == "step" or first:
                     self._check_finite(rows)
                 if keeper.on != "step":
