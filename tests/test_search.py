@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemproj import Status, _search, solve_gram
+from gemproj._search import GRAM_RESOLVES
 from gemproj._tspace import Dual
 from gemproj.backends import portable
 from gemproj.backends.numba import installed
@@ -28,7 +29,9 @@ def run(form, of_gram, G, g, h, lower=None, upper=None, start=None, trust=0.0):
     Return the multipliers, and status and number of pivots (n, 2).
     """
     rows, linear = (G @ G.swapaxes(1, 2), np.sum(G * g[:, None], axis=2)) if of_gram else (G, g)
-    lam, status, pivots, _ = form(Dual(of_gram, trust, rows, linear, h, lower, upper, start))
+    lam, status, pivots, _ = form(
+        Dual(GRAM_RESOLVES if of_gram else 0.0, trust, rows, linear, h, lower, upper, start)
+    )
     return lam, np.stack([status, pivots], axis=1)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
 from gemproj._constants import RESOLVED
+from gemproj._search import GRAM_RESOLVES
 from gemproj._tspace import Dual, fetch
 from gemproj.backends import search, solve_few
 from gemproj.methods._method import Method, Outcome, Status
@@ -48,7 +49,7 @@ class Exact(Method):
             return Outcome(solve_few(K, b), none, none)
         given = [K, b, *(a if a is None else xp.broadcast_to(a, shape) for a in (lower, upper, warm_start))]
         given = [a if a is None else to_numpy(a) for a in given] if on_host(device) else fetch(given)
-        lam, status, pivots, _ = search(Dual(True, RESOLVED, given[0], given[1], None, *given[2:]))
+        lam, status, pivots, _ = search(Dual(GRAM_RESOLVES, RESOLVED, given[0], given[1], None, *given[2:]))
         without_rays(lam, status)
         lam, pivots, status = (from_numpy(a, xp, device) for a in (lam, pivots, status))
         return Outcome(xp.astype(lam, b.dtype, copy=False), pivots, status)

@@ -68,7 +68,9 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
     for loss in losses:
         _check_loss(len(found), loss)
         gradients = torch.autograd.grad(loss.reshape(()), held, retain_graph=True, allow_unused=True)
-        found.append([torch.zeros_like(p) if g is None else g for p, g in zip(held, gradients, strict=True)])
+        found.append(
+            [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(held, gradients, strict=True)]
+        )
         del loss  # with its graph, before the next one is made
     if not found:
         raise ValueError("losses holds no loss; an iterator can be read only once.")
