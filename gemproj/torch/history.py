@@ -54,8 +54,6 @@ class Projection:
         Steps since each row was computed. In between, losses are forecast.
     seconds : float
         Host time of the projection of this step, including rows.
-    costs : list of float
-        Host time for each row, in seconds; 0 for a row of an earlier step.
     """
 
     names: Sequence[Any]
@@ -69,7 +67,6 @@ class Projection:
     eps: float
     ages: Sequence[int]
     seconds: float
-    costs: Sequence[float]
     # In t-space, where NumPy is faster than torch; `solution` and `step` convert them to tensors.
     _solution: DualSolution | None
     _step: DualSolution | None
@@ -101,7 +98,6 @@ class Projection:
             products=self.products + part.products,
             ages=self.ages,
             seconds=self.seconds + part.seconds,
-            costs=self.costs,
         )
 
     @cached_property
@@ -179,8 +175,6 @@ class Line:
         Mean multiplier, in units of gradients (of steps with ``on="step"``).
     looks : int
         Number of steps in which the row of the promise was computed.
-    seconds : float
-        Host time spent on the rows of the promise.
     held : int
         Number of held-out examples.
     held_out : tuple of three floats, or None
@@ -204,7 +198,6 @@ class Line:
     broke: float = 0.0
     excess: float = math.nan
     multiplier: float = 0.0
-    seconds: float = 0.0
     held: int = 0
     held_out: tuple[float, float, float] | None = None
     held_bound: float = math.nan
@@ -336,7 +329,6 @@ class History:
             line.would_break += float(violated[:, k].sum())
             line.broke += float(broken[:, k].sum())
             line.multiplier += float(np.nan_to_num(lam[:, k]).sum())
-            line.seconds += sum(step.costs[k] for step in pending)
             line.looks += sum(step.ages[k] == 0 for step in pending)
         for k, (number, step) in enumerate(zip(numbers, pending, strict=True)):
             if number % self._every == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -103,8 +102,6 @@ class Rows:
         examples when they were kept.
     ages : list of int
         Number of steps since each row was computed.
-    seconds : list of float
-        Part of the host time of the last look for each row, 0 for a row of an earlier step.
     buffer, found, scale : Tensor, Tensor, float
         While rows are computed: the buffer, whose first rows are those of G; the loss of each row so far; and
         the factor of losses in backward passes.
@@ -133,7 +130,6 @@ class Rows:
         self.reached = [False] * len(self.vector.parameters)
         self.losses = self.stored = self._none
         self.ages: list[int] = []
-        self.seconds: list[float] = []
 
     def fill(
         self,
@@ -151,7 +147,7 @@ class Rows:
         rows. Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows in
         one pass.
         """
-        topology, start, t = self.vector.topology, time.perf_counter(), len(names)
+        topology, t = self.vector.topology, len(names)
         at, sizes = [draw.k for draw in draws], [len(draw.at) for draw in draws]
         whole = len(draws) == t
         before, reached, ages = (self.losses, self.stored), self.reached, self.ages
@@ -198,11 +194,7 @@ class Rows:
             now = topology.sum_values(torch.stack([self.found[due], stored]))
             self.losses, self.stored = torch.stack(before).index_copy(1, due, now)
         self._count, self.names = t, list(names)
-        self.ages, self.seconds = [0] * t if whole else ages, [0.0] * t
-        # Each row has a part of the time, in proportion to its examples.
-        rate = (time.perf_counter() - start) / max(sum(sizes), 1)
-        for k, size in zip(at, sizes, strict=True):
-            self.ages[k], self.seconds[k] = 0, rate * size
+        self.ages = [0 if whole or k in at else ages[k] for k in range(t)]
 
     def add(self, k: int, loss: Tensor, weight: float, fresh: bool) -> None:
         """Add the gradient of ``weight * loss`` to row k, which has no value yet if it is `fresh`."""
@@ -260,7 +252,7 @@ class Rows:
 
     def wait(self) -> None:
         """Count a step that begins, in which no row has been computed so far."""
-        self.ages, self.seconds = [age + 1 for age in self.ages], [0.0] * len(self)
+        self.ages = [age + 1 for age in self.ages]
 
 
 def passes(at: list[int], size: int | None, most: int) -> list[tuple[list[int], int]]:

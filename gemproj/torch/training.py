@@ -275,7 +275,6 @@ class Training:
             eps=torch.finfo(rows.vector.dtype).eps,
             ages=rows.ages,
             seconds=seconds,
-            costs=rows.seconds,
             _solution=step if gradient is None else gradient,
             _step=step,
         )
