@@ -10,7 +10,7 @@ from models import EACH, perceptron, task  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from gemproj.torch.chosen import chosen, likeliest  # noqa: E402
-from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
+from gemproj.torch.losses import CrossEntropy, Distillation, model_logits  # noqa: E402
 
 
 def given(values, batch):
@@ -84,6 +84,17 @@ def test_the_default_is_a_model_of_transformers():
     assert [len(one) for one in Distillation().outputs(model, BATCH)] == [3, 5, 0]
     with pytest.raises(TypeError, match=r"model\(\*\*batch\)\.logits; found list"):
         CrossEntropy()(model, [BEFORE])
+
+
+def test_logits_of_a_model_of_transformers_are_those_of_its_tokens_without_its_loss():
+    def model(input_ids):  # called with labels, it would raise
+        return SimpleNamespace(logits=BEFORE)
+
+    model.config = SimpleNamespace(is_encoder_decoder=False)
+    batch = {"input_ids": BATCH["labels"][:, 2:], "labels": BATCH["labels"]}
+    assert model_logits(model, batch) is BEFORE
+    model.active_peft_config = SimpleNamespace(is_prompt_learning=True)  # the prompt has two positions
+    assert torch.equal(model_logits(model, batch), BEFORE[:, 2:])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])

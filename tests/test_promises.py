@@ -4,7 +4,9 @@ import copy
 import itertools
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -32,9 +34,11 @@ from models import (  # noqa: E402
 )
 
 from gemproj import project  # noqa: E402
+from gemproj._tspace import Gram  # noqa: E402
 from gemproj.torch import Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 from gemproj.torch.promise import as_promise  # noqa: E402
+from gemproj.torch.step import Terms  # noqa: E402
 
 
 @cache
@@ -368,3 +372,13 @@ def test_a_tolerance_alone_takes_the_rest_of_the_usual_promise():
         as_promise(5.0, usual)
     with pytest.raises(TypeError, match=r"or a tolerance such as 0\.05; found int"):
         as_promise(5, usual)
+
+
+@pytest.mark.parametrize(("loss", "asks"), [(0.0101, True), (0.01 + 1e-8, False)])
+def test_an_excess_below_the_rounding_of_bfloat16_is_one(loss, asks):
+    vector = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
+    zero = torch.zeros(1, dtype=torch.float64)
+    rows = SimpleNamespace(vector=vector, losses=zero + loss, stored=zero)
+    terms = Terms.of([Promise(Distillation(), tolerance=0.01)], vector.device)
+    h = terms.right_hand_side(rows, Gram(np.eye(1), np.zeros(1), np.array(1.0)), 1.0, 1.0, False)
+    assert (h[0] > 0.0) == asks

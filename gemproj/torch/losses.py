@@ -28,7 +28,13 @@ def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Return the logits of a transformers model, ``model(**batch).logits``."""
-    return _output_of(model, batch, "logits")
+    if not isinstance(batch, Mapping) or getattr(getattr(model, "config", None), "is_encoder_decoder", True):
+        return _output_of(model, batch, "logits")
+    inputs = {name: value for name, value in batch.items() if name != "labels"}  # the loss is not needed
+    found = _output_of(model, inputs, "logits")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False) and found.ndim > 2:
+        found = found[:, -inputs["input_ids"].shape[1] :]  # the first positions are those of the prompt
+    return found
 
 
 def _output_of(model: Any, batch: Batch, name: str) -> Any:

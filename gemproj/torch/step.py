@@ -109,10 +109,10 @@ class Terms:
         xp = namespace(gram.b)
         if not isinstance(gram.b, Tensor):
             excess, losses = to_numpy(excess), to_numpy(losses)
-        # Differences between two computations of the same losses, and of gradients that are zero.
-        eps = torch.finfo(rows.vector.dtype).eps
-        noise = 4.0 * eps * (1.0 + abs(losses))
-        none = xp.isnan(self.tolerance) | ((excess > 0.0) & (excess <= noise))
+        # Differences between two computations of the same losses, which are summed in float32 at least.
+        eps, none = torch.finfo(rows.vector.dtype).eps, xp.isnan(self.tolerance)
+        noise = 4.0 * min(eps, torch.finfo(torch.float32).eps) * (1.0 + abs(losses))
+        none = none | ((excess > 0.0) & (excess <= noise))
         excess = xp.where(none, xp.zeros_like(excess), excess)
         norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
         # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum of a
@@ -123,7 +123,8 @@ class Terms:
             return h
         # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient. If
         # the row of such a loss is below the rounding error of g, a low h makes the row inactive.
-        near = self.compared & (abs(losses) <= noise) & (unit * norms <= _NOISE * eps * size)
+        zero = abs(losses) <= 4.0 * eps * (1.0 + abs(losses))
+        near = self.compared & zero & (unit * norms <= _NOISE * eps * size)
         return xp.where(near, -norms * size, h)
 
 
