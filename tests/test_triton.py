@@ -58,7 +58,7 @@ def both(call):
 def assert_same(call, atol=1e-11):
     """Assert that a call returns the same with the kernels and without: arrays, solutions, or lists of them."""
     for a, b in zip(*map(listed, both(call)), strict=True):
-        assert_close(a, b, atol=atol)
+        assert_close(a, b, atol=atol, rtol=1e-13)
 
 
 def listed(found):

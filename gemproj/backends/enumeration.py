@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gemproj._arrays import Array, device_of, is_torch, namespace
+from gemproj._arrays import Array, device_of, namespace
 from gemproj._constants import DEPENDENT
 from gemproj._tspace import clip, drop_rows, identity_like, matvec, normalise
 
@@ -25,47 +25,16 @@ def solve_few(K: Array, b: Array, margin: Array | None = None) -> Array:
 def _solve(K: Array, b: Array) -> Array:
     """Return the solution with the lower bound zero, of a slab of problems at a time."""
     xp, t, batch = namespace(b), b.shape[-1], b.shape[:-1]
-    enumerate_sets = _factorise if is_torch(b) else _eliminate
     count, slab = math.prod(batch), max(1, _MOST // (2**t * t * (t + 1)))
     if count <= slab:
-        return enumerate_sets(K, b)
+        return _eliminate(K, b)
     K, b = xp.reshape(xp.broadcast_to(K, (*batch, t, t)), (count, t, t)), xp.reshape(b, (count, t))
-    parts = [enumerate_sets(K[i : i + slab], b[i : i + slab]) for i in range(0, count, slab)]
+    parts = [_eliminate(K[i : i + slab], b[i : i + slab]) for i in range(0, count, slab)]
     return xp.reshape(xp.concat(parts, axis=0), (*batch, t))
 
 
-def _factorise(K: Array, b: Array) -> Array:
-    """Solve with torch, with the fewest launches: one batched Cholesky factorisation of all 2^t submatrices.
-
-    The rows outside of a set are those of the identity.
-    """
-    xp, t, device = namespace(b), b.shape[-1], b.device
-    K = K.expand(*b.shape, t)
-    per_norm = xp.linalg.diagonal(K).rsqrt().nan_to_num(nan=0.0, posinf=0.0)
-    # Row i is free in set n if bit i of n is one: no row in the first set, all rows in the last set. The bits
-    # are not cached, because the next call may run in another CUDA stream or graph.
-    sets, rows = xp.arange(2**t, device=device), xp.arange(t, device=device)
-    scale = (sets[:, None] >> rows & 1) * per_norm[..., None, :]
-    submatrices = K[..., None, :, :] * scale[..., :, None] * scale[..., None, :]
-    xp.linalg.diagonal(submatrices).masked_fill_(scale == 0, 1.0)
-    linear = b[..., None, :] * scale
-    factor, failed = xp.linalg.cholesky_ex(submatrices)
-    # `solve_triangular` calls cuBLAS; `cholesky_solve` calls MAGMA for a batch in most versions of torch.
-    half = xp.linalg.solve_triangular(factor, linear[..., None], upper=False)
-    lam = -xp.linalg.solve_triangular(factor.mT, half, upper=True)[..., 0]
-    s = xp.matmul(lam, submatrices[..., -1, :, :]) + linear[..., -1:, :]
-    residual = xp.minimum(s, lam).abs().amax(-1)  # the natural residual, |lam - max(0, lam - s)|
-    # The root of the smallest pivot; negative if the factorisation has failed.
-    root = xp.linalg.diagonal(factor).amin(-1) - failed
-    residual = residual.where(root > (DEPENDENT * xp.finfo(b.dtype).eps) ** 0.5, xp.inf)
-    # Ties go to the first set: if no constraint is violated this is the empty set, and x is g.
-    best = xp.argmin(residual, axis=-1, keepdims=True)[..., None]
-    lam = lam.gather(-2, best.expand(*b.shape[:-1], 1, t))[..., 0, :] * per_norm
-    return clip(lam, None, None)
-
-
 def _eliminate(K: Array, b: Array) -> Array:
-    """Solve with any library, by Gauss-Jordan elimination of the rows of each set.
+    """Solve by Gauss-Jordan elimination of the rows of each set.
 
     A set with a dependent row is excluded: a set of independent rows gives the same solution more accurately.
     """
