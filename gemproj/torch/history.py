@@ -156,7 +156,7 @@ class Line:
     name : object
         Name of the set.
     examples : int
-        Number of kept examples; 0 for an earlier set of this name.
+        Number of kept examples.
     stored : float
         Loss of all examples when they were kept.
     now, worst : float
@@ -258,21 +258,12 @@ class History:
         worst = {name: value for name in _WORST if math.isfinite(value := since.pop(name))}
         return {name: value / n for name, value in since.items()} | worst if n else {}
 
-    def close(self, name: Any) -> None:
-        """Rename the statistics of a set, because its name now means other examples or another promise."""
+    def forget(self, name: Any) -> None:
+        """Drop the statistics of a set, because its name now means other examples or another promise."""
         self.count()
-        if name not in self.lines:
-            return
-        old = f"{name} (earlier)"
-        while old in self.lines:
-            old += "'"
-        self.lines = {
-            (old if key == name else key): line if key != name else replace(line, name=old, examples=0)
-            for key, line in self.lines.items()
-        }
+        self.lines.pop(name, None)
         for _, values in self._points:
-            if name in values:
-                values[old] = values.pop(name)
+            values.pop(name, None)
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
         """Return a list of (step, loss, bound) for each set; the bound is NaN without a tolerance."""
@@ -434,14 +425,11 @@ class Report(dict[Any, Line]):
 def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any, Any]) -> Report:
     """Return the report on kept sets, with their held-out losses."""
     points, lines = history.points(), []
-    for name in [*sets, *(name for name in history.lines if name not in sets)]:
+    for name, kept in sets.items():
         line = replace(history.lines.get(name, Line(name)))
         for field in _SUMS:
             setattr(line, field, getattr(line, field) / max(line.steps, 1))
         lines.append(line)
-        if name not in sets:
-            continue
-        kept = sets[name]
         allowed = kept.promise.allowed or 0.0
         bound, now = line.stored + allowed, line.now  # of the examples of the last step
         line.examples, line.stored = len(kept), float(kept.losses.mean())

@@ -177,7 +177,7 @@ class KeeperBase:
             self._random.set_state(before)
             raise
         if known is not None and known.promise != chosen:
-            self.history.close(name)
+            self.history.forget(name)
         self.sets[name] = kept
         self._forecast.forget(name)
         self._training.change()
@@ -186,7 +186,7 @@ class KeeperBase:
         """Drop a set: its promise ends."""
         if name not in self.sets:
             raise KeyError(f"no set is named {name!r}; found {list(self.sets)}")
-        self.history.close(name)
+        self.history.forget(name)
         self._forecast.forget(name)
         del self.sets[name]
         if self._training is not None:
