@@ -13,7 +13,7 @@ from gemproj._arrays import Blocks, wide_dtype
 from gemproj._bounds import Options, check_options, real_numbers
 from gemproj._checks import check_metadata_of_multipliers
 from gemproj._combine import blocks_for_x, projected
-from gemproj._dual import solved
+from gemproj._dual import measured_for, solve
 from gemproj._problem import blocks_of, check_problem
 from gemproj.methods import Exact
 
@@ -43,8 +43,6 @@ def _newton(
         bound = bound if equality is None else torch.where(equality, -penalty, bound)
         bound = torch.where(lam >= penalty, penalty, bound)
     held = lam + torch.where(free, 0.0, _change(bound))
-    if lam.device.type != "cpu":  # rows that are not finite were left out
-        G = torch.where(G.isfinite().all(-1, keepdim=True), G, 0.0)
     G, g, x = (a.to(lam.dtype) for a in (G, g, x))
     w = None if metric is None else metric.to(lam.dtype)
     s = (held.unsqueeze(-2) @ G).squeeze(-2)
@@ -121,7 +119,8 @@ def operator(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tupl
     """Return x, the multipliers, the mask of the free rows P, and F with ``F'F = K_PP^-1``, for arrays."""
     h, margin, penalty, equality, warm_start = options
     bounds = h, 0.0 if margin is None else margin, penalty, False if equality is None else equality
-    problem, sol = solved(Exact(), (G, g, metric, *bounds, warm_start))
+    problem, asked = measured_for(Exact(), (G, g, metric, *bounds, warm_start))
+    sol = solve(*asked)
     return *projected(problem, sol), *map(problem.to_caller, (sol.multipliers, sol.free, sol.dual_basis()))
 
 

@@ -119,17 +119,15 @@ class Bounds(NamedTuple):
         A row asks for ``h_i / |g_i|`` if h_i is positive (for ``|h_i| / |g_i|`` as an equality), and a row
         with a penalty c cannot move x by more than ``c |g_i|``.
         """
-        xp = namespace(norms)
-        if self.h is None or not norms.shape[-1]:
-            return 0.0 * xp.sum(norms, axis=-1)
-        zero, lower = xp.zeros_like(norms), self.lower
-        h = xp.where(xp.isfinite(self.h), self.h, zero)
-        asked = xp.maximum(h, zero) if lower is None else xp.where(lower < 0, xp.abs(h), xp.maximum(h, zero))
+        if self.h is None:
+            return 0.0 * np.sum(norms, axis=-1)
+        lower, h = self.lower, np.where(np.isfinite(self.h), self.h, 0.0)
+        asked = np.maximum(h, 0.0) if lower is None else np.where(lower < 0, np.abs(h), np.maximum(h, 0.0))
         asked = asked * inverse(norms)
         if self.upper is not None:
-            most = self.upper if lower is None else self.upper - xp.maximum(lower, zero)
-            asked = xp.minimum(asked, xp.where(norms > 0, most * xp.where(norms > 0, norms, 1.0), asked))
-        return xp.max(asked, axis=-1)
+            most = self.upper if lower is None else self.upper - np.maximum(lower, 0.0)
+            asked = np.minimum(asked, np.where(norms > 0, most * np.where(norms > 0, norms, 1.0), asked))
+        return np.max(asked, axis=-1, initial=0.0)
 
 
 PLAIN = Bounds()

@@ -11,7 +11,7 @@ from gemproj._arrays import Array, Blocks, empty_as, note_written, to_numpy
 from gemproj._checks import check_multipliers
 from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
-from gemproj._solution import DualSolution
+from gemproj._solution import DualSolution, Unread
 from gemproj._tiles import stacked
 from gemproj._tspace import inverse
 from gemproj._warn import warn
@@ -62,25 +62,27 @@ def combine(
     if sol is None:
         write_x(problem, lam, x)
     else:
-        combine_into(problem, sol.to(problem.to_host), x)
+        combine_into(problem, sol._numpy or sol, x)
     return as_asked(problem, x, out)
 
 
-def projected(problem: Problem, sol: DualSolution, out: Blocks | None = None) -> list[Array]:
-    """Return the blocks of x, those of `out` if it is given; on the CPU, warn if x is not optimal."""
+def projected(problem: Problem, sol: DualSolution | Unread, out: Blocks | None = None) -> list[Array]:
+    """Return the blocks of x, those of `out` if it is given; warn if x is known not to be optimal."""
     x = blocks_for_x(problem, out)
     warn_if_missed(sol)
     combine_into(problem, sol, x)
     return x
 
 
-def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
+def combine_into(problem: Problem, sol: DualSolution | Unread, x: list[Array]) -> None:
     """Write the projected gradient of a solution to x, which may be g itself.
 
     If rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays,
     the dual basis in the solution takes this rounding out of x, so that ``G_P x = h_P`` for the free rows P.
     """
     write_x(problem, sol.multipliers, x)
+    if isinstance(sol, Unread):
+        return
     rows = sol._rows
     if rows is None or rows.basis is None or any(v.dtype != problem.wide for v in problem.vector):
         return
@@ -88,18 +90,18 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
     for i in map(tuple, np.argwhere(rows.loses)):
         one = replace(moved.at(i) if problem.batch else moved, weight=None)
-        s[i] = slack_of(one, None if h is None else to_numpy(h)[i])
+        s[i] = slack_of(one, None if h is None else h[i])
     step = np.zeros(s.shape)
-    step[rows.where] = rows.step(np.where(to_numpy(sol.free) & np.isfinite(s), s, 0.0)[rows.where])
+    step[rows.where] = rows.step(np.where(sol.free & np.isfinite(s), s, 0.0)[rows.where])
     write_x(moved, step, x)
 
 
-def warn_if_missed(sol: DualSolution) -> None:
-    """On the CPU, warn if x violates the optimality conditions, because `project` returns no status."""
-    if not sol._exact or not isinstance(sol._status, np.ndarray) or not sol._status.any():
+def warn_if_missed(sol: DualSolution | Unread) -> None:
+    """Warn if x violates the optimality conditions, because `project` returns no status."""
+    if isinstance(sol, Unread) or not (sol._exact and np.count_nonzero(sol.status)):
         return
-    stalled = (sol._status & int(Status.STALLED)) != 0
-    unsettled = stalled if sol.bounds.h is None else sol._status != 0
+    stalled = (sol.status & int(Status.STALLED)) != 0
+    unsettled = stalled if sol.bounds.h is None else sol.status != 0
     # The violation of rows without a penalty, over their norm and the size. Multipliers of nearly dependent
     # rows have large rounding, which x need not have.
     s = np.where(np.isinf(sol.lower), np.abs(sol.slack()), -sol.slack())

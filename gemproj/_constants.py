@@ -20,8 +20,6 @@ NAMED = 12
 # A pivot is the squared distance of a row from a span. Below this, in units of rounding, it counts as zero;
 # in the kernels and array operations that solve few rows on a device.
 DEPENDENT = 45.0
-# Largest KKT residual of an optimal solution on a device, in units of rounding: 1e-9 in float64.
-OPTIMAL_WITHIN = 4e6
 # A row counts as nearly active if its slack is below this, in units of 1 + |lam|_1.
 NEAR_ZERO = 1e-9
 # Rounding error of a slack in the error bound, in the same units.
@@ -30,6 +28,5 @@ ROUNDING = 4e-15
 ROWS_RESOLVE, GRAM_RESOLVES = 3e-14, 1e-7
 # Singular values of unit columns count as zero below this, relative to the largest singular value.
 CUTOFF = 64.0 * EPS
-# KKT residual above which `project` warns that its result is not optimal; and, with h, above which a device
-# flags an infeasible h.
+# KKT residual above which `project` warns that its result is not optimal.
 MISSED = 1e-5

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
+from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace, to_numpy
 from gemproj._bounds import Bounds, Options, check_options, is_like, make_bounds, standard_form
 from gemproj._checks import check_multipliers
 from gemproj._constants import (
@@ -16,7 +16,6 @@ from gemproj._constants import (
     LOST,
     NAMED,
     NEAR_ZERO,
-    OPTIMAL_WITHIN,
     RESOLVED,
     SLIGHT,
     SMALL,
@@ -26,15 +25,16 @@ from gemproj._constants import (
 from gemproj._coordinates import from_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
-from gemproj._search import GRAM_RESOLVES
-from gemproj._solution import DualSolution
+from gemproj._search import GRAM_RESOLVES, INFEASIBLE, OPTIMAL
+from gemproj._solution import DualSolution, Unread
 from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot
 from gemproj.backends import search, solve_few
-from gemproj.methods import AnyMethod, Exact, Method, Quadprog, Status
+from gemproj.methods import AGEM, FISTA, PGD, AnyMethod, Exact, Method, Outcome, Quadprog
 from gemproj.methods._method import call
-from gemproj.methods.exact import enumerable, without_rays
+from gemproj.methods.exact import without_rays
 
-OPTIMAL, INFEASIBLE = int(Status.OPTIMAL), int(Status.INFEASIBLE)
+# Number of rows up to which a device solves on all active sets at once.
+FEW = 8
 
 
 def solve_dual(
@@ -88,10 +88,14 @@ def solve_dual(
     Raises
     ------
     TypeError, ValueError
-        If arguments do not fit together; the message names the argument and what was found. On the CPU, also
-        if rows are not finite or, with method "exact", h is infeasible; the message names the rows. On a
-        device the status has a flag for each of these cases. Other methods do not test h; if h is
-        infeasible, their status is ``STALLED`` or ``APPROXIMATE``, or ``OPTIMAL`` for zero rows.
+        If arguments do not fit together; the message names the argument and what was found. Also if rows are
+        not finite or, with method "exact", h is infeasible; the message names the rows. Other methods do not
+        test h; if h is infeasible, their status is ``STALLED`` or ``APPROXIMATE``, or ``OPTIMAL`` for zero
+        rows.
+
+    Notes
+    -----
+    A device is read in one copy of t*t numbers, which synchronises.
 
     Examples
     --------
@@ -110,8 +114,8 @@ def solve_dual(
     >>> solve_dual(G, g, equality=equality, h=h).multipliers
     array([-2. ,  0.5])
     """
-    problem, sol = solved(method, (G, g, metric, h, margin, penalty, equality, warm_start))
-    return _with_rows(problem, sol).to(problem.to_caller)
+    problem, asked = measured_for(method, (G, g, metric, h, margin, penalty, equality, warm_start))
+    return _with_rows(problem, solve(*asked)).to(problem.to_caller)
 
 
 def solve_gram(
@@ -159,28 +163,30 @@ def solve_gram(
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
     like = tuple(gram.b.shape), xp, device
-    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *like)
+    start = None if warm_start is None else to_numpy(check_multipliers(warm_start, "warm_start", *like))
     rounding = WIDE_ROUNDING / EPS * max(EPS, *(float(xp.finfo(dtype).eps) for dtype in {K.dtype, b.dtype}))
     measured = Measured(gram, rounding, partial(from_numpy, xp=xp, device=device))
     return solve(measured, options, start).to(measured.to_caller)
 
 
-def solved(method: AnyMethod, arrays: tuple[Any, ...]) -> tuple[Problem, DualSolution]:
-    """Return the problem of the arguments of `project`, and its solution in t-space."""
+def measured_for(
+    method: AnyMethod, arrays: tuple[Any, ...]
+) -> tuple[Problem, tuple[Measured, Options, Array | None]]:
+    """Return the problem of the arguments of `project`, and the arguments of `solve`."""
     G, g, metric, h, margin, penalty, equality, warm_start = arrays
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     problem = check_problem(G, g, metric)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    return problem, solve(measure(problem), options, start)
+    return problem, (measure(problem), options, start)
 
 
 def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
-    """Return a solution on the CPU, with coordinates from G for errors that K does not resolve.
+    """Return a solution with coordinates from G for errors that K does not resolve.
 
     Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
     free rows; rows that are nearly active are tested with them. Another method may have missed any row.
     """
-    if not problem.host or (read := sol.refined).all():
+    if (read := sol.refined).all():
         return sol
     norms, cosines = unit_diagonal(sol.gram.K)
     rows = np.broadcast_to(norms > 0, sol.multipliers.shape)
@@ -196,25 +202,45 @@ def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
-    """Return the dual solution of a measured problem.
+    """Return the dual solution of a measured problem; a device is read, in one copy.
 
-    On the CPU all arrays of the result are NumPy arrays. A device is read, in one copy, by the exact method
-    with more than 8 rows, a penalty or an equality. Rows that are not finite, or whose squares overflow,
-    raise if their values are read, and are left out otherwise. Squares that underflow raise on the CPU only.
+    Raise if rows or g are not finite, or their squares overflow.
     """
-    gram, method, host = measured.gram, options.method, isinstance(measured.gram.b, np.ndarray)
-    exact = type(method) is Exact  # a class derived from it need not be exact
-    if exact and not host and not enumerable(gram.b, options):
+    gram, method = measured.gram, options.method
+    if not isinstance(gram.b, np.ndarray):
         given = {name: a for name, a in vars(options).items() if is_like(a, gram.b)}
         K, b, gg, start, *values = fetch([*gram, start, *given.values()])
-        options = replace(options, **dict(zip(given, values, strict=True)))
-        return solve(measured._replace(gram=Gram(K, b, gg)), options, start).to(measured.to_caller)
-    if host:
-        measured = measured._replace(gram=check_range(gram, measured.rows))
-    bounds = make_bounds(options, gram.b)
-    if exact:
-        return _search(measured, bounds, start) if host else _enumerate(measured, bounds)
-    return _run(measured, bounds, method, start)
+        gram, options = Gram(K, b, gg), replace(options, **dict(zip(given, values, strict=True)))
+    measured = measured._replace(gram=check_range(gram, measured.rows))
+    bounds = make_bounds(options, measured.gram.b)
+    if type(method) is Exact:  # a class derived from it need not be exact
+        return _search(measured, bounds, start)
+    lam, *numbers = _run(measured, bounds, method, start)
+    shape = measured.gram.gg.shape  # ints stand for all problems
+    steps, status = (np.full(shape, n, dtype=np.int64) if isinstance(n, int) else n for n in numbers)
+    sol = DualSolution(lam, measured.gram, bounds, steps, status, measured.rounding)
+    # A class derived from Exact need not return what it has solved, and quadprog adds a ridge.
+    return sol._judged() if isinstance(method, Exact | Quadprog) else sol
+
+
+def solve_unread(measured: Measured, options: Options, start: Array | None = None) -> DualSolution | Unread:
+    """Return what a projection needs of the solution; a device is not read for it if it need not be.
+
+    That is for the exact method with few rows and no penalty or equality, and for PGD, FISTA and AGEM. Rows
+    that are not finite, or whose squares overflow, are left out then.
+    """
+    (K, b, _), method = measured.gram, options.method
+    few = b.shape[-1] <= FEW and options.penalty is None and options.equality is False
+    if isinstance(b, np.ndarray) or type(method) not in (PGD, FISTA, AGEM, *([Exact] * few)):
+        return solve(measured, options, start)
+    bounds = make_bounds(options, b)
+    if type(method) is not Exact:
+        lam = _run(measured, bounds, method, start).multipliers
+    else:
+        if bounds.h is not None:  # b is infinite for rows that are switched off, and they are left out
+            K, b = namespace(b).broadcast_to(K, (*b.shape, b.shape[-1])), b - bounds.h
+        lam = solve_few(K, b, bounds.lower)
+    return Unread(lam, measured.gram, bounds, measured.rounding)
 
 
 def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolution:
@@ -286,24 +312,13 @@ def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.nda
     return without
 
 
-def _enumerate(measured: Measured, bounds: Bounds) -> DualSolution:
-    """Return the exact solution of few rows on a device, which is not read."""
-    K, b, gg = measured.gram
-    xp = namespace(b)
-    if bounds.h is not None:  # b is infinite for rows that are switched off, and they are left out
-        K, b = xp.broadcast_to(K, (*b.shape, b.shape[-1])), b - bounds.h
-    lam, pivots = solve_few(K, b, bounds.lower), xp.zeros_like(gg, dtype=xp.int64)
-    return DualSolution(lam, measured.gram, bounds, pivots, None, measured.rounding, True)
-
-
-def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -> DualSolution:
-    """Return the solution of a method that takes the standard form; nothing is read from a device.
+def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -> Outcome:
+    """Return the outcome of a method that takes the standard form; nothing is read from a device.
 
     Rows that are not finite or switched off are left out: they get norm zero and the multiplier zero.
     """
-    gram, xp, host = measured.gram, namespace(measured.gram.b), isinstance(measured.gram.b, np.ndarray)
-    K, b, off, kept = gram.K, gram.b, bounds.off, None
-    if not host or (off is not None and off.any()):
+    (K, b, _), off, kept, xp = measured.gram, bounds.off, None, namespace(measured.gram.b)
+    if not isinstance(b, np.ndarray) or (off is not None and off.any()):
         K, b, kept = drop_rows(K, b, off)
     b, lower, upper, shift = standard_form(K, b, bounds)
     if kept is not None and bounds.h is not None:
@@ -322,16 +337,4 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
         lam = xp.where(lam >= bounds.upper * (1.0 - 1e-15), bounds.upper, lam)
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
-    numbers = iterations, status  # ints stand for all problems
-    iterations, status = (
-        xp.full_like(gram.gg, n, dtype=xp.int64) if isinstance(n, int) else n for n in numbers
-    )
-    if not host:
-        finite = kept if off is None else kept | off
-        status = status | xp.astype(~xp.all(finite, axis=-1), xp.int64) * int(Status.ROW_DROPPED)
-    sol = DualSolution(lam, gram, bounds, iterations, status, measured.rounding)
-    # A class derived from Exact need not return what it has solved, and quadprog adds a ridge.
-    if isinstance(method, Exact | Quadprog):
-        missed = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(b.dtype).eps
-        sol = replace(sol, _status=status | xp.astype(missed, xp.int64) * int(Status.STALLED))
-    return sol
+    return Outcome(lam, iterations, status)

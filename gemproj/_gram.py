@@ -7,22 +7,12 @@ from contextlib import suppress
 
 import numpy as np
 
-from gemproj._arrays import (
-    Array,
-    Blocks,
-    detach,
-    device_of,
-    namespace,
-    on_host,
-    refuse_transformed,
-    to_numpy,
-    wide_dtype,
-)
+from gemproj._arrays import Array, Blocks, device_of, namespace, on_host, refuse_transformed, to_numpy
 from gemproj._checks import check_array
 from gemproj._constants import EPS, WIDE_RANGE, WIDE_ROUNDING
 from gemproj._coordinates import own_rows
 from gemproj._problem import Problem, check_problem
-from gemproj._tspace import Gram, Measured, inverse
+from gemproj._tspace import Gram, Measured, fetch, inverse
 from gemproj.backends import select
 
 
@@ -110,12 +100,12 @@ def _check_finite(gram: Gram, G: str = "G", g: str = "g") -> None:
 
 
 def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
-    """Return copies of K, b and gg as arrays of t-space; raise if they are invalid or do not fit together."""
+    """Return copies of K, b and gg in NumPy; raise if they are invalid or do not fit together."""
     given = {"K": K, "b": b} | ({} if gg is None else {"gg": gg})
     for name, a in given.items():
         check_array(a, name)
     refuse_transformed(list(given.values()))
-    xp, device = namespace(*given.values()), device_of(b)
+    namespace(*given.values())  # raises if there are several libraries
     of_K, of_b = tuple(K.shape), tuple(b.shape)
     if len(of_K) < 2 or of_K[-1] != of_K[-2]:
         raise ValueError(f"K must be a Gram matrix of shape (..., t, t); found {of_K}.")
@@ -133,23 +123,19 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
             f"gg must have shape {batch}, one squared norm per problem; found {tuple(gg.shape)}."
         )
     # Copied, because the solution keeps these arrays, and the caller may change the originals.
-    wide = wide_dtype(xp, device)
-    K, b, gg = (a if a is None else xp.astype(detach(a), wide, copy=True) for a in (K, b, gg))
-    b = b if of_b[:-1] == batch else xp.broadcast_to(b, (*batch, of_b[-1]))
-    K = K if of_K[:-2] in ((), batch) else xp.broadcast_to(K, (*batch, *of_K[-2:]))
-    if on_host(device):
-        K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
-        if not (_is_positive_definite(K) and np.isfinite(b).all()):
-            _check_finite(Gram(K, b, np.abs(b).max(axis=-1, initial=0.0)), "K", "b")
-            _check_products(K)
-        if gg is not None and (wrong := ~((gg >= 0.0) & (gg < math.inf))).any():
-            raise ValueError(f"gg must be the squared norm of g; found {gg[wrong][0]}.")
+    if on_host(device_of(b)):
+        K, b, gg = (a if a is None else np.array(to_numpy(a), dtype=np.float64) for a in (K, b, gg))
+    else:
+        K, b, gg = fetch([K, b, gg])
+    b = b if of_b[:-1] == batch else np.broadcast_to(b, (*batch, of_b[-1]))
+    K = K if of_K[:-2] in ((), batch) else np.broadcast_to(K, (*batch, *of_K[-2:]))
+    if not (_is_positive_definite(K) and np.isfinite(b).all()):
+        _check_finite(Gram(K, b, np.abs(b).max(axis=-1, initial=0.0)), "K", "b")
+        _check_products(K)
     if gg is None:
-        xp = namespace(b)
-        squares = b * b * inverse(xp.linalg.diagonal(K))
-        if not on_host(device):  # rows that are not finite are left out on a device
-            squares = xp.where(xp.isfinite(squares), squares, xp.zeros_like(squares))
-        gg = xp.max(squares, axis=-1) if of_b[-1] else xp.sum(b, axis=-1)
+        gg = np.max(b * b * inverse(K.diagonal(0, -2, -1)), axis=-1, initial=0.0)
+    elif (wrong := ~((gg >= 0.0) & (gg < math.inf))).any():
+        raise ValueError(f"gg must be the squared norm of g; found {gg[wrong][0]}.")
     return Gram(K, b, gg)
 
 

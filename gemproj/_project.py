@@ -10,7 +10,7 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks
 from gemproj._combine import as_asked, projected
-from gemproj._dual import solved
+from gemproj._dual import measured_for, solve_unread
 from gemproj._problem import blocks_of
 from gemproj.methods import AnyMethod, Exact
 
@@ -59,8 +59,9 @@ def project(
     Warns
     -----
     RuntimeWarning
-        On the CPU, if the result of method "exact" violates the optimality conditions by more than 1e-5 of
-        the size of the problem. (If h counts as infeasible, an error is raised: see `solve_dual`.)
+        If the result of method "exact" violates the optimality conditions by more than 1e-5 of the size of
+        the problem. (If h counts as infeasible, an error is raised: see `solve_dual`.) On a device, only if
+        it is read: with more than 8 rows, a penalty or an equality.
 
     Notes
     -----
@@ -94,8 +95,8 @@ def project(
         from gemproj._autograd import project_tensors
 
         return project_tensors(route, project, method, out, arrays)
-    problem, sol = solved(method, arrays)
-    return as_asked(problem, projected(problem, sol, out), out)
+    problem, asked = measured_for(method, arrays)
+    return as_asked(problem, projected(problem, solve_unread(*asked), out), out)
 
 
 def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
+from gemproj._arrays import Array, device_of, from_numpy, namespace
 from gemproj._bounds import Bounds
-from gemproj._constants import (
-    EPS,
-    GRAM_RESOLVES,
-    MISSED,
-    NEAR_ZERO,
-    OPTIMAL_WITHIN,
-    RESOLVED,
-    ROWS_RESOLVE,
-    WIDE_ROUNDING,
-)
-from gemproj._coordinates import Rows, dual_basis, from_gram, unit_diagonal
+from gemproj._constants import EPS, GRAM_RESOLVES, ROWS_RESOLVE, WIDE_ROUNDING
+from gemproj._coordinates import Rows, dual_basis, from_gram
 from gemproj._error_bound import error_bound
-from gemproj._tspace import Gram, drop_rows, fetch, inverse, matvec, smallest_pivot
+from gemproj._search import OPTIMAL_WITHIN
+from gemproj._tspace import Gram, drop_rows, fetch, inverse, matvec
 from gemproj.methods._method import Status
 
 
@@ -33,8 +25,10 @@ def in_numpy(function: Callable[[Any], Any]) -> Callable[[DualSolution], Array]:
 
     @wraps(function)
     def anywhere(self: DualSolution) -> Array:
+        if self._numpy is None:
+            return function(self)
         lam = self.multipliers
-        return from_numpy(function(self.on_host()), namespace(lam), device_of(lam))
+        return from_numpy(function(self._numpy), namespace(lam), device_of(lam))
 
     return anywhere
 
@@ -52,48 +46,36 @@ class DualSolution:
     bounds : Bounds
         Bounds of the multipliers, and the right-hand side h; `lower` and `upper` return them as arrays.
     iterations : array, shape (...)
-        Steps or pivots of the method; 0 on a device that was not read.
+        Steps or pivots of the method.
+    status : array, shape (...)
+        Status of each problem, a `gemproj.Status` as int.
 
     Notes
     -----
     Measures of error are relative to the size of the problem: the norm of g (with a margin, the norm of
     ``g + G.T @ margin``). With h, the size is at least the largest ``h_i / |g_i|``. The rounding of K limits
-    their accuracy to 3e-14.
-
-    All but the attributes is computed by NumPy. The first time, a device is read in one copy of t*t numbers,
-    which synchronises.
+    their accuracy to 3e-14. All is computed by NumPy, and returned as arrays of the caller's library.
     """
 
     multipliers: Array
     gram: Gram
     bounds: Bounds
     iterations: Any
-    _status: Any  # None on a device that was not read: computed on demand, because `project` never needs it
+    status: Any
     _rounding: float = WIDE_ROUNDING
     # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
     _rows: Rows | None = None
-    _fetched: Any = field(default=None, init=False)  # see `on_host`
+    _numpy: DualSolution | None = None  # the same in NumPy, if the caller's arrays are of another library
 
-    def __repr__(self) -> str:
-        t, batch, device = self.multipliers.shape[-1], tuple(self.gram.gg.shape), device_of(self.gram.gg)
-        if not on_host(device):  # reading values would synchronise
-            return f"DualSolution(t={t}, batch={batch}, on {device})"
-        status, worst = to_numpy(self.status), np.max(to_numpy(self.kkt_residual()), initial=0.0)
-        found = "|".join(str(s.name).lower() for s in Status if not batch and s & int(status)) or "optimal"
-        found = f"{np.count_nonzero(status == 0)} of {status.size} problems optimal" if batch else found
-        active = f"{np.count_nonzero(to_numpy(self.active))} of {math.prod(self.multipliers.shape)} active"
-        return f"DualSolution({found}, t={t}, {active}, KKT residual {worst:.0e})"
-
-    @property
-    def status(self) -> Array:
-        """Status of each problem, a `gemproj.Status` as int, shape (...)."""
-        if self._status is None:
-            lam = self.multipliers
-            within = OPTIMAL_WITHIN * float(namespace(lam).finfo(lam.dtype).eps)
-            found = self.on_host()._status_of_few(within, to_numpy(self._fetched[1]))
-            object.__setattr__(self, "_status", from_numpy(found, namespace(lam), device_of(lam)))
-        return self._status
+    @in_numpy
+    def __repr__(self) -> Any:
+        lam, status, worst = self.multipliers, self.status, np.max(self.kkt_residual(), initial=0.0)
+        found = "|".join(str(s.name).lower() for s in Status if not status.ndim and s & int(status))
+        if status.ndim:
+            found = f"{np.count_nonzero(status == 0)} of {status.size} problems optimal"
+        active = f"{np.count_nonzero(self.active)} of {lam.size} active"
+        return f"DualSolution({found or 'optimal'}, t={lam.shape[-1]}, {active}, KKT residual {worst:.0e})"
 
     @property
     @in_numpy
@@ -196,8 +178,8 @@ class DualSolution:
         """Return an upper bound on ``|x - x*| / |g|``, shape (...).
 
         x* is the exact projection for rows perturbed by rounding. The bound applies to the x that `combine`
-        computes in float64, before rounding to the dtype of g. If K does not determine the solution (nearly
-        dependent rows, on a device), the bound is ``|x|``.
+        computes in float64, before rounding to the dtype of g. If K does not determine the solution, and G
+        cannot be read (nearly dependent rows in `solve_gram`), the bound is ``|x|``.
         """
         size, lam, lower, upper, h = self.size(), self.multipliers, self.lower, self.upper, self._right()
         asked, bound = self.bounds.asked(np.broadcast_to(self._norms(), lam.shape)), np.zeros(np.shape(size))
@@ -238,32 +220,22 @@ class DualSolution:
         return np.maximum(size, self.bounds.asked(np.broadcast_to(self._norms(), self.multipliers.shape)))
 
     def to(self, move: Callable[[Array], Array]) -> DualSolution:
-        """Return this solution with its arrays converted by `move`."""
+        """Return this solution, in NumPy, with its arrays converted by `move`."""
 
         def moved(a: Any) -> Any:
-            return type(a)(*map(moved, a)) if isinstance(a, tuple) else a if a is None else move(a)
+            return type(a)(*map(moved, a)) if isinstance(a, tuple) else move(a)
 
-        lam = move(self.multipliers)
+        lam, names = move(self.multipliers), ("gram", "bounds", "iterations", "status")
         if lam is self.multipliers:
             return self
-        names = "gram", "bounds", "iterations", "_status"
-        found = replace(self, multipliers=lam, **{name: moved(getattr(self, name)) for name in names})
-        object.__setattr__(found, "_fetched", self._fetched or (self, None))  # in NumPy already
-        return found
+        return replace(
+            self, multipliers=lam, _numpy=self, **{name: moved(getattr(self, name)) for name in names}
+        )
 
-    def on_host(self) -> DualSolution:
-        """Return this solution with NumPy arrays; a device is read once.
-
-        On a device, rows that are not finite were left out; they become zero.
-        """
-        if type(self.multipliers) is np.ndarray:
-            return self
-        if self._fetched is None:
-            K, b, gg, lam, *bounds = fetch([*self.gram, self.multipliers, *self.bounds])
-            K, b, kept = drop_rows(K, b)
-            found = replace(self, multipliers=lam, gram=Gram(K, b, gg), bounds=Bounds(*bounds))
-            object.__setattr__(self, "_fetched", (found, kept))
-        return self._fetched[0]
+    def _judged(self) -> DualSolution:
+        """Return this solution with the status STALLED where it misses the optimality conditions."""
+        missed = ~(self.kkt_residual() <= OPTIMAL_WITHIN)  # also for NaN
+        return replace(self, status=self.status | missed.astype(np.int64) * int(Status.STALLED))
 
     # What follows is called on NumPy's arrays.
     def _coordinates(self) -> Iterator[tuple[Any, ...]]:
@@ -321,18 +293,19 @@ class DualSolution:
             s[where] = np.matmul(V, (x + step)[..., None])[..., 0] - h[where]
         return s if off is None else np.where(off, 0.0, s), moved
 
-    def _status_of_few(self, within: float, kept: np.ndarray) -> np.ndarray:
-        """Return the status of a solution on a device, which solves few rows without being read."""
-        (norms, cosines), h, off = unit_diagonal(self.gram.K), self.bounds.h, self.bounds.off
-        residual, size = self.kkt_residual(), np.asarray(self.size())[..., None]
-        size = size + np.sum(np.abs(self.multipliers) * norms, axis=-1, keepdims=True)
-        near = (norms > 0) & (self.active | (self.slack() <= NEAR_ZERO * norms * size))
-        flags = {
-            Status.STALLED: ~(residual <= within),  # also for NaN
-            Status.ROW_DROPPED: ~np.all(kept if off is None else kept | off, axis=-1),
-            Status.UNRESOLVED: smallest_pivot(cosines, near) < RESOLVED**2,
-        }
-        if h is not None:
-            void = np.any(kept & (norms == 0) & (h > 0), axis=-1)  # no x moves along a row of zeros
-            flags[Status.INFEASIBLE] = (residual > MISSED) | void
-        return np.asarray(sum(np.asarray(where).astype(np.int64) * int(f) for f, where in flags.items()))
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Unread:
+    """Multipliers on a device that is not read before `solution` is called, and what that needs."""
+
+    multipliers: Array
+    gram: Gram
+    bounds: Bounds
+    _rounding: float
+
+    def solution(self) -> DualSolution:
+        """Return the solution in NumPy, from one copy; rows that are not finite become zero."""
+        K, b, gg, lam, *bounds = fetch([*self.gram, self.multipliers, *self.bounds])
+        K, b, _ = drop_rows(K, b)
+        zeros = np.zeros(gg.shape, dtype=np.int64)
+        return DualSolution(lam, Gram(K, b, gg), Bounds(*bounds), zeros, zeros, self._rounding)._judged()

@@ -12,8 +12,7 @@ import problems
 import pytest
 from devices import DEVICE, draw, make_device
 
-from conftest import UNSEEN
-from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solve_gram
+from gemproj import FISTA, PGD, combine, gram, project, solve_dual, solve_gram
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
@@ -117,7 +116,7 @@ def test_same_answer_without_waiting(name, shape, shared):
     with make_device():
         with waiting(copies):
             x = project(G, g, warm_start=start, **options)
-        with waiting(max(1, copies)):  # measures of error are computed by NumPy
+        with waiting(1):  # all but the products is computed by NumPy
             found = certificates(solve_dual(G, g, **options))
         for a, b in zip(found, certificates(host), strict=True):
             assert a.device.type == DEVICE
@@ -139,6 +138,7 @@ def test_nearly_opposite_rows_are_read_again(shape, dtype):
             x, sol = project(rows, g, **options), solve_dual(rows, g, **options)
             assert torch.equal(x, combine(rows, g, sol))
             assert bool(sol.refined.all() & ~sol.status.any())
+            assert torch.equal(sol.multipliers, solve_dual(rows, g).multipliers)
         assert_close(sol.error_bound(), host.error_bound(), rtol=0.1)
         assert_close(x, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-11 * float(g.norm()))
 
@@ -151,15 +151,20 @@ def test_wrong_options_raise_where_a_device_is_read():
                 project(G, g, **{name: wrong})
         with pytest.raises(TypeError, match="equality must be True, False or an array of one boolean"):
             project(G, g, equality=none)
+        with pytest.raises(ValueError, match=r"h is infeasible: .* in rows 0, 1 at once"):
+            solve_dual(torch.stack([G[0], -2.0 * G[0]]), g, h=none[:2] + 1.0)
+        with pytest.raises(ValueError, match="K must be a Gram matrix"):
+            solve_gram(-torch.eye(2, device=DEVICE), none[:2])
         G[3, 7] = math.inf
-        with pytest.raises(ValueError, match="G is not finite: row 3, which holds"):
-            project(G, g)
+        for function, rows in ((project, G), (solve_dual, G[:4])):
+            with pytest.raises(ValueError, match="G is not finite: row 3, which holds"):
+                function(rows, g)
 
 
 def test_a_device_without_float64(monkeypatch):
     """Such as Apple's: t-space has float32, and the CPU solves in float64."""
     monkeypatch.setattr("gemproj.backends.wanted", "portable")
-    for module in ("_arrays", "_problem", "_gram", "_checks", "_tspace"):
+    for module in ("_arrays", "_problem", "_checks", "_tspace"):
         monkeypatch.setattr(f"gemproj.{module}.wide_dtype", lambda xp, device: xp.float32)
     for t in (5, 12):
         G, g = draw(t, 300, dtype=torch.float32)
@@ -202,26 +207,9 @@ def test_one_K_for_many_gradients(options):
     expected = on_cpu(project, G[1:], many, **options)
     G[0, 3], many[1, 5] = torch.inf, torch.nan
     with make_device(), waiting():
-        sol, x = solve_dual(G, many, **options), project(G, many, **options)
-    status = sol.status
-    assert sol.gram.K.shape == (4, 4)
+        x = project(G, many, **options)
     assert_close(x[[0, 2]].cpu(), expected[[0, 2]].cpu(), atol=1e-13)
     assert torch.equal(torch.nan_to_num(x[1]), torch.nan_to_num(many[1]))
-    assert bool((status & Status.ROW_DROPPED > 0).all())
-
-
-def test_nearly_dependent_active_rows_are_unresolved(readable, rng):
-    """By K, and not where such rows are inactive or switched off, which leaves no other trace either."""
-    u, v = rng.standard_normal((2, 50))
-    G, h = np.stack([u, -u + 1e-5 * v]), np.array([0.1, -np.inf])
-
-    def status(g, **options):
-        return int(readable.numpy(solve_dual(readable.array(G), readable.array(g), **options).status))
-
-    assert status(0.1 * u - v) & Status.UNRESOLVED
-    assert status(0.1 * u + v) == status(-u - v, h=readable.array(h)) == Status.OPTIMAL
-    x = readable.project(G, -u - v, h=readable.array(h))
-    assert_close(x, project(G[:1], -u - v, h=h[:1]), atol=1e-13)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -233,44 +221,10 @@ def test_rows_that_are_not_finite_are_left_out_unseen(device, bad, t, rng):
     rows, vector = device.array(spoilt), device.array(g)
     few = [{}, {"margin": 0.1}, {"h": 0.1}, {"h": 0.1, "margin": 0.1}] if t < 9 else []
     for options in [*few, {"method": raw}, {"method": "fista", "penalty": 0.1}, {"method": "agem", "h": 0.1}]:
-        x, sol = device.numpy(project(rows, vector, **options)), solve_dual(rows, vector, **options)
+        x = device.numpy(project(rows, vector, **options))
         assert_close(x[0], project(G[0], g[0], **options), atol=1e-12)
         assert_close(x[1], project(G[1, 1:], g[1], **options), atol=1e-12)
         assert np.all(np.isnan(device.numpy(project(rows, device.array(g * np.nan), **options))))
-        if device.title == UNSEEN:
-            continue
-        dropped = (device.numpy(sol.status).astype(int) & Status.ROW_DROPPED) > 0
-        assert dropped.tolist() == [False, True]
-        assert all(np.all(np.isfinite(device.numpy(value))) for value in certificates(sol)[:3])
-
-
-@pytest.mark.parametrize("t", [2, 4])
-def test_an_infeasible_right_hand_side_is_a_status(readable, t, rng):
-    """Other problems of the batch are as they were, and loose rows hide nothing. NaN is not optimal."""
-    G, g, h = rng.standard_normal((2, t, 60)), rng.standard_normal((2, 60)), np.zeros((2, t + 1))
-    G = np.concatenate([G, -2.0 * G[:, 1:2]], axis=1)
-    h[:, 1], h[0, t], h[1, t] = 1.0, -1.0, -4.0  # x cannot be above 1 and below 1/2 along row 1
-    for loose in (0.0, -1e9, -np.inf, np.nan):
-        h[0, 0] = loose
-        sol = solve_dual(readable.array(G), readable.array(g), h=readable.array(h))
-        wrong, right = readable.numpy(sol.status).astype(int)
-        assert wrong & Status.STALLED
-        assert wrong & Status.INFEASIBLE or np.isnan(loose)
-        assert right == Status.OPTIMAL
-        x = readable.numpy(combine(readable.array(G), readable.array(g), sol))
-        assert_close(x[1], project(G[1], g[1], h=h[1]), atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # where a device of NumPy's stands in
-@pytest.mark.parametrize("bad", [[np.nan, np.nan], [np.inf, -np.inf], [1.0, np.nan]], ids=str)
-def test_certificates_where_a_row_of_k_is_not_finite(readable, bad):
-    K, b = np.eye(3), np.array([-1.0, 0.0, 2.0])
-    K[1, 1], b[1] = bad
-    sol = solve_gram(readable.array(K), readable.array(b))
-    assert int(readable.numpy(sol.status)) == int(Status.ROW_DROPPED)
-    assert readable.numpy(sol.multipliers).tolist() == [1.0, 0.0, 0.0]
-    assert float(readable.numpy(sol.kkt_residual())) == 0.0
-    assert float(sol.error_bound()) < 1e-12
 
 
 def test_the_captured_step_of_the_example():

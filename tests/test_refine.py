@@ -161,18 +161,18 @@ def test_refinement_with_a_metric_and_blocks(host, rng):
 @pytest.mark.parametrize(
     "options", [{}, {"margin": 0.1, "h": 0.3}, {"penalty": 2.0}, {"equality": True}], ids=str
 )
-def test_combine_of_a_solution_is_project_bit_for_bit(xp, options, dtype, tilt, rng):
+def test_combine_of_a_solution_is_project_bit_for_bit(host, options, dtype, tilt, rng):
     """In blocks, in batches, with a metric; where rows nearly cancel, a solution holds more than multipliers."""
     G, g = rng.standard_normal((3, 4, 40)), rng.standard_normal((3, 40))
     G[1, 3], g[1] = tilt * G[1, 2] - G[1, 0], -G[1, 0] - G[1, 2]
-    G, g, w = (xp.array(a, dtype) for a in (G, g, rng.random(40) + 0.5))
+    G, g, w = (host.array(a, dtype) for a in (G, g, rng.random(40) + 0.5))
     blocks = [[a[1, ..., :9], a[1, ..., 9:]] for a in (G, g)]
     calls = [(G, g, None), (G[1, ...], g, None), (G[1, ...], g[1, ...], None), (G, g, w)]
     for rows, vector, metric in [*calls, (*blocks, None), (*blocks, [w[:9], w[9:]])]:
         sol = solve_dual(rows, vector, metric=metric, **options)
         found = combine(rows, vector, sol, metric=metric), project(rows, vector, metric=metric, **options)
         for a, b in zip(*(x if isinstance(x, list) else [x] for x in found), strict=True):
-            np.testing.assert_array_equal(xp.numpy(a), xp.numpy(b))
+            np.testing.assert_array_equal(host.numpy(a), host.numpy(b))
 
 
 def test_rows_that_are_dependent_to_rounding(rng):

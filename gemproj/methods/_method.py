@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from gemproj._arrays import Array, detach, is_array, namespace, to_numpy
+from gemproj._arrays import Array, device_of, from_numpy, is_array, namespace, to_numpy
 from gemproj._tspace import clip
 
 
@@ -23,17 +23,10 @@ class Status(enum.IntFlag):
     STALLED = 2
     """The method did not reach the accuracy of OPTIMAL within its budget of pivots or iterations; the
     multipliers are its best iterate."""
-    ROW_DROPPED = 4
-    """On a device: a row of G was not finite and was left out, because raising an error would synchronise.
-    Where values are read, such a row raises an error."""
     UNRESOLVED = 8
     """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
     projection. The exact method first solves again from G; exactly dependent rows then do not set this flag.
-    In `solve_gram`, and on a device with up to 8 rows, the flag refers to K."""
-    INFEASIBLE = 16
-    """On a device with up to 8 rows: multipliers violate the optimality conditions by more than 1e-5, which
-    with a right-hand side h means that no x of reasonable length satisfies ``G x >= h``. Where values are
-    read, an infeasible h raises an error."""
+    In `solve_gram` the flag refers to K."""
 
 
 class Outcome(NamedTuple):
@@ -56,8 +49,10 @@ class Method:
 
     def __call__(self, K: Array, b: Array, warm_start: Array | None = None) -> Array:
         """Return the multipliers (..., t) for K (..., t, t) and b (..., t)."""
-        start = None if warm_start is None else clip(warm_start, None, None)
-        return self.solve(K, b, warm_start=start).multipliers
+        xp, device, dtype = namespace(b), device_of(b), b.dtype
+        start = None if warm_start is None else clip(_wide(warm_start), None, None)
+        lam = self.solve(_wide(K), _wide(b), warm_start=start).multipliers
+        return xp.astype(from_numpy(lam, xp, device), dtype, copy=False)
 
     def solve(
         self,
@@ -68,6 +63,8 @@ class Method:
         warm_start: Array | None = None,
     ) -> Outcome:
         """Return the outcome for ``min 1/2 lam'K lam + b'lam`` subject to ``lower <= lam <= upper``.
+
+        Arrays are NumPy arrays; for a projection on a device, PGD, FISTA and AGEM get arrays of the device.
 
         Parameters
         ----------
@@ -89,8 +86,7 @@ def call(
     method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
     """Return the outcome of a user function; it is called with copies of K and b, which it may change."""
-    xp = namespace(b)
-    K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
+    K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
     like = to_caller(b + 0.0)
     lam = method(to_caller(K + 0.0), like, None if start is None else to_caller(start + 0.0))
     xp = namespace(like)
@@ -101,9 +97,11 @@ def call(
             f"method {method!r} must return real multipliers of the type and shape of b, "
             f"{type(like).__name__} {tuple(like.shape)}; found {found}."
         )
-    lam = xp.astype(detach(lam), like.dtype, copy=False)
-    if isinstance(b, np.ndarray):
-        lam = to_numpy(lam)
-        if not np.isfinite(lam).all():
-            raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
+    lam = _wide(lam)
+    if not np.isfinite(lam).all():
+        raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
     return Outcome(lam, 0, int(Status.APPROXIMATE))
+
+
+def _wide(a: Array) -> np.ndarray:
+    return np.asarray(to_numpy(a), dtype=np.float64)

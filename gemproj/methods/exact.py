@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
+from gemproj._arrays import Array
 from gemproj._constants import RESOLVED
-from gemproj._search import GRAM_RESOLVES
-from gemproj._tspace import Dual, fetch
-from gemproj.backends import search, solve_few
-from gemproj.methods._method import Method, Outcome, Status
-
-# Number of rows up to which a device solves on all active sets at once.
-FEW = 8
+from gemproj._search import GRAM_RESOLVES, INFEASIBLE, STALLED
+from gemproj._tspace import Dual
+from gemproj.backends import search
+from gemproj.methods._method import Method, Outcome
 
 
 @dataclass(frozen=True)
@@ -25,9 +21,9 @@ class Exact(Method):
     Lawson and Hanson's active-set method, see `gemproj._search`. Rows are normalised, so that rows of norm
     1e-6 are treated like rows of norm one, and no ridge is added. Linearly dependent rows (repeated tasks,
     opposite tasks, t > d) need no special care: if K is too inaccurate to decide whether rows are dependent,
-    `solve_dual` and `project` solve again from G. On a device, up to 8 rows without a penalty or equalities
-    are solved on all active sets at once, without synchronisation; other problems are solved on the CPU,
-    after one synchronising copy of t*t numbers.
+    `solve_dual` and `project` solve again from G. On a device, `project` solves up to 8 rows without a
+    penalty or equalities on all active sets at once, without synchronisation. Other problems are solved on
+    the CPU.
 
     Examples
     --------
@@ -40,28 +36,16 @@ class Exact(Method):
     def solve(  # noqa: D102
         self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
     ) -> Outcome:
-        xp, device, t = namespace(b), device_of(b), b.shape[-1]
-        shape = (*np.broadcast_shapes(tuple(K.shape[:-2]), tuple(b.shape[:-1])), t)
-        K = xp.broadcast_to(K, (*shape, t)) if K.ndim > 2 else K
-        b = xp.broadcast_to(b, shape)
-        if not on_host(device) and lower is None and upper is None and t <= FEW:
-            none = xp.zeros(shape[:-1], dtype=xp.int64, device=device)
-            return Outcome(solve_few(K, b), none, none)
-        given = [K, b, *(a if a is None else xp.broadcast_to(a, shape) for a in (lower, upper, warm_start))]
-        given = [a if a is None else to_numpy(a) for a in given] if on_host(device) else fetch(given)
-        lam, status, pivots, _ = search(Dual(GRAM_RESOLVES, RESOLVED, given[0], given[1], None, *given[2:]))
+        shape = (*np.broadcast_shapes(K.shape[:-2], b.shape[:-1]), b.shape[-1])
+        K = np.broadcast_to(K, (*shape, shape[-1])) if K.ndim > 2 else K
+        given = (a if a is None else np.broadcast_to(a, shape) for a in (b, None, lower, upper, warm_start))
+        lam, status, pivots, _ = search(Dual(GRAM_RESOLVES, RESOLVED, K, *given))
         without_rays(lam, status)
-        lam, pivots, status = (from_numpy(a, xp, device) for a in (lam, pivots, status))
-        return Outcome(xp.astype(lam, b.dtype, copy=False), pivots, status)
+        return Outcome(lam, pivots, status)
 
 
 def without_rays(lam: np.ndarray, status: np.ndarray) -> None:
     """Write zero multipliers, and STALLED, where the search has ended with a ray."""
-    rays = status >= int(Status.INFEASIBLE)
+    rays = status >= INFEASIBLE
     if np.count_nonzero(rays):
-        lam[rays], status[rays] = 0.0, int(Status.STALLED)
-
-
-def enumerable(b: Array, options: Any) -> bool:
-    """Return whether a device solves a problem with these options without being read."""
-    return b.shape[-1] <= FEW and options.penalty is None and options.equality is False
+        lam[rays], status[rays] = 0.0, STALLED

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
+from gemproj._arrays import Array
 from gemproj._checks import check_count, check_number
 from gemproj._tspace import clip, normalise
 from gemproj.methods._method import Method, Outcome, Status
@@ -41,17 +41,12 @@ class External(Method):
         least, most = (0.0 if lower is None else lower), (np.inf if upper is None else most)
         given = [K, unit_b, least, most, lam if first is None else first]
         shapes = [(*batch, t, t), *[lam.shape] * 4]
-        Ks, bs, least, most, start = (
-            np.broadcast_to(np.asarray(to_numpy(a), dtype=np.float64), shape)
-            for a, shape in zip(given, shapes, strict=True)
-        )
+        Ks, bs, least, most, start = map(np.broadcast_to, given, shapes)
         iterations, status = np.zeros(batch, dtype=np.int64), np.zeros(batch, dtype=np.int64)
         for i in np.ndindex(batch) if t else ():
             first = None if warm_start is None else start[i]
             lam[i], iterations[i], status[i] = self._solve_one(module, Ks[i], bs[i], least[i], most[i], first)
-        found = clip(lam, least, most), iterations, status
-        lam, iterations, status = (from_numpy(a, namespace(b), device_of(b)) for a in found)
-        return Outcome(lam * scale, iterations, status)
+        return Outcome(clip(lam, least, most) * scale, iterations, status)
 
 
 @dataclass(frozen=True)

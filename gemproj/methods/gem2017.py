@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gemproj._arrays import Array, namespace
+import numpy as np
+
+from gemproj._arrays import Array
 from gemproj._checks import check_number
-from gemproj._tspace import identity_like, matvec
+from gemproj._tspace import matvec
 from gemproj.methods._method import Method, Outcome, Status
 from gemproj.methods.exact import Exact
 
@@ -50,10 +52,9 @@ class GEM2017(Method):
     def solve(  # noqa: D102
         self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
     ) -> Outcome:
-        xp = namespace(K)
-        violated = xp.any(b < 0, axis=-1, keepdims=True)
-        ridged = K + self.eps * identity_like(K)
-        floor = xp.full_like(b, self.memory_strength)
+        violated = np.any(b < 0, axis=-1, keepdims=True)
+        ridged = K + self.eps * np.eye(K.shape[-1])
+        floor = np.full_like(b, self.memory_strength)
         free, iterations, *_ = Exact().solve(ridged, b + matvec(ridged, floor))
-        lam = xp.where(violated, free + floor, xp.zeros_like(b))
+        lam = np.where(violated, free + floor, 0.0)
         return Outcome(lam, iterations, int(Status.APPROXIMATE))  # exact for the problem with a ridge

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gemproj._arrays import from_numpy, namespace, to_numpy
 from gemproj._bounds import Bounds
-from gemproj._solution import DualSolution
+from gemproj._solution import DualSolution, Unread
 from gemproj._tspace import Gram
 
 # Maximum number of points of a plot. When it is reached, every second point goes, and half as many are added.
@@ -28,8 +28,6 @@ _WORST = {"keep/worst_cosine": math.inf, "keep/excess": -math.inf}
 _NOTHING = _WORST | dict.fromkeys(
     ("steps", "keep/violations", "keep/active", "keep/cosine", "keep/seconds"), 0.0
 )
-
-_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # device results already are tensors
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,9 +65,9 @@ class Projection:
     eps: float
     ages: Sequence[int]
     seconds: float
-    # In t-space, where NumPy is faster than torch; `solution` and `step` convert them to tensors.
-    _solution: DualSolution | None
-    _step: DualSolution | None
+    # In NumPy, or on a device that was not read; `solution` and `step` convert them to tensors.
+    _solution: DualSolution | Unread | None
+    _step: DualSolution | Unread | None
 
     def __repr__(self) -> str:
         found = f"{len(self.names)} rows, nothing was projected"
@@ -81,12 +79,16 @@ class Projection:
     @cached_property
     def solution(self) -> DualSolution | None:
         """The solution for the projected gradient; for the projected step if ``on="step"``."""
-        return None if self._solution is None else self._solution.to(_as_tensor)
+        return self._in_torch(self._solution)
 
     @cached_property
     def step(self) -> DualSolution | None:
         """The solution for the projected step; None with ``on="gradient"``."""
-        return None if self._step is None else self._step.to(_as_tensor)
+        return self._in_torch(self._step)
+
+    def _in_torch(self, sol: DualSolution | Unread | None) -> DualSolution | None:
+        sol = sol.solution() if isinstance(sol, Unread) else sol
+        return None if sol is None else sol.to(partial(from_numpy, xp=torch, device=self.losses.device))
 
     def with_part(self, part: Projection) -> Projection:
         """Return these statistics with those of another optimizer's part of the same step."""
@@ -122,24 +124,24 @@ class Projection:
     @property
     def num_violated(self) -> int:
         """Number of rows that the gradient violated."""
-        return 0 if self._solution is None else int(self._solution.violated.sum())
+        return 0 if self.solution is None else int(self.solution.violated.sum())
 
     @property
     def num_active(self) -> int:
         """Number of active rows: those whose multiplier is not at its lower bound."""
-        return 0 if self._solution is None else int(self._solution.active.sum())
+        return 0 if self.solution is None else int(self.solution.active.sum())
 
     @property
     def multipliers(self) -> Tensor:
         """The multipliers, shape (t,), float64."""
-        if self._solution is None:
+        if self.solution is None:
             return torch.zeros(len(self.names), dtype=torch.float64)
-        return _as_tensor(self._solution.multipliers)
+        return self.solution.multipliers
 
     @property
     def cosine(self) -> float:
         """Cosine of the gradient (of the step with ``on="step"``) before and after its projection."""
-        return 1.0 if self._solution is None else float(self._solution.cosine())
+        return 1.0 if self.solution is None else float(self.solution.cosine())
 
     @property
     def worst_cosine(self) -> float:
@@ -223,14 +225,14 @@ class History:
 
     def add(self, step: Projection, part: Projection | None = None) -> None:
         """Add the statistics of a step, in place of those of a part of it if they were the last ones."""
-        if step._solution is None:
+        if (sol := step._solution) is None:
             return
         if part is not None and self._pending and self._pending[-1][1] is part:
             self._pending[-1] = self._pending[-1][0], step
             return
         most = min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
-        # Steps that are counted together share the sets, and which values are None.
-        kind = [*step.names, *(a is None for a in (*step._solution.bounds, step.excess))]
+        # Steps that are counted together share the sets, where they are, and which values are None.
+        kind = [*step.names, type(sol), *(a is None for a in (*sol.bounds, step.excess))]
         if len(self._pending) >= most or kind != self._kind:
             self.count()
         self._kind = kind
@@ -292,7 +294,7 @@ class History:
         numbers, pending = zip(*self._pending, strict=True)
         self._pending = []
         sol = _batch([step._solution for step in pending])
-        violated, active, lam = (to_numpy(a) for a in (sol.violated, sol.active, sol.multipliers))
+        violated, active, lam = sol.violated, sol.active, sol.multipliers
         cosines, losses, stored = (
             np.stack([to_numpy(getattr(step, name)) for step in pending])
             for name in ("cosines", "losses", "stored")
@@ -306,7 +308,7 @@ class History:
         since["steps"] += len(pending)
         since["keep/violations"] += float(violated.sum())
         since["keep/active"] += float(active.sum())
-        since["keep/cosine"] += float(to_numpy(sol.cosine()).sum())
+        since["keep/cosine"] += float(sol.cosine().sum())
         since["keep/seconds"] += sum(step.seconds for step in pending)
         since["keep/worst_cosine"] = min(since["keep/worst_cosine"], float(cosines.min()))
         since["keep/excess"] = max(since["keep/excess"], float(np.nanmax(excess, initial=-math.inf)))
@@ -333,20 +335,12 @@ class History:
 _LOSSES = 1e-6
 
 
-def _batch(solutions: Sequence[Any]) -> DualSolution:
-    """Stack solutions of equal form into one batch of solutions."""
-    xp, first = namespace(solutions[0].multipliers), solutions[0]
-
-    def stacked(parts: Iterable[Any]) -> Any:
-        found = list(parts)
-        return None if found[0] is None else xp.stack(found)
-
-    gram = Gram(*map(stacked, zip(*[sol.gram for sol in solutions], strict=True)))
-    bounds = Bounds(*map(stacked, zip(*[sol.bounds for sol in solutions], strict=True)))
-    return replace(
-        first, multipliers=stacked(sol.multipliers for sol in solutions), gram=gram, bounds=bounds,
-        iterations=0, _status=0, _rows=None,
-    )  # fmt: skip
+def _batch(solutions: Sequence[DualSolution | Unread]) -> DualSolution:
+    """Stack solutions of equal form into one batch of solutions, in NumPy: a device is read once."""
+    first, xp = solutions[0], namespace(solutions[0].multipliers)
+    parts = zip(*[(sol.multipliers, *sol.gram, *sol.bounds) for sol in solutions], strict=True)
+    lam, K, b, gg, *bounds = (None if part[0] is None else xp.stack(list(part)) for part in parts)
+    return Unread(lam, Gram(K, b, gg), Bounds(*bounds), first._rounding).solution()
 
 
 class Report(dict[Any, Line]):

@@ -30,10 +30,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from gemproj._arrays import from_numpy, namespace, on_host, to_numpy, wide_dtype
 from gemproj._bounds import check_accepted, check_options
 from gemproj._combine import combine_into, warn_if_missed
-from gemproj._dual import solve
+from gemproj._dual import solve_unread
 from gemproj._gram import measure
 from gemproj._problem import Problem, check_problem
-from gemproj._solution import DualSolution
+from gemproj._solution import DualSolution, Unread
 from gemproj._tspace import Gram
 from gemproj._warn import warn
 from gemproj.methods import GEM2017, AnyMethod, as_method
@@ -317,7 +317,7 @@ class ProjectedStep:
 
     def _solve(
         self, kind: str, rows: Rows, v: Tensor, moving: list[bool], weights: Tensor | None = None
-    ) -> tuple[DualSolution, bool]:
+    ) -> tuple[DualSolution | Unread, bool]:
         """Project a gradient or a step v in place; return the solution and whether v changed.
 
         Only columns of moving parameters are used. All local columns are updated, but only one process counts
@@ -357,7 +357,7 @@ class ProjectedStep:
         )
         start = training.warm_start(kind, rows.names)
         try:
-            sol = solve(measured, options, start)
+            sol = solve_unread(measured, options, start)
         except ValueError as error:
             if h is None or "infeasible" not in str(error):
                 raise
@@ -367,7 +367,7 @@ class ProjectedStep:
                 f"Not all losses above their bounds ({', '.join(above[:5])}) can fall in one step, "
                 "because their gradients oppose each other. This step raises none of them."
             )
-            sol = solve(measured, replace(options, h=namespace(h).minimum(h, 0.0 * h)), start)
+            sol = solve_unread(measured, replace(options, h=namespace(h).minimum(h, 0.0 * h)), start)
         warn_if_missed(sol)
         training.warm[kind] = list(rows.names), sol.multipliers
         # On a device, reading the multipliers would synchronise, so x is always written.

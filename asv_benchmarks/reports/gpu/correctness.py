@@ -81,7 +81,8 @@ def families() -> Found:
     for name, family in FAMILIES.items():
         for G, g in family.problems(1, LARGEST):
             there = [torch.from_numpy(a).to(DEVICE) for a in (G, g)]
-            if not name.startswith(BEYOND) or int(gemproj.solve_dual(*there).status) == Status.OPTIMAL:
+            resolved = int(gemproj.solve_gram(*gemproj.gram(G, g)).status) == Status.OPTIMAL  # by K alone
+            if not name.startswith(BEYOND) or resolved:
                 errors.append(off(gemproj.project(*there), gemproj.project(G, g), g))
     return Found(len(errors), float(np.max(errors)), 1e-8)
 
