@@ -283,13 +283,13 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         )
 
 
+def _checkpoint(args: Any, step: int) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{step}"
+
+
 def _base(model: Any) -> Any:
     """Return the model inside the adapters of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _checkpoint(args: Any, step: int) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{step}"
 
 
 class _Later(float):

@@ -238,8 +238,8 @@ class _Writer:
             flat = p.detach().reshape(-1)
             some = flat[:: max(len(flat) // _SAMPLED, 1)].float().cpu()
             samples[name] = some.numpy()
-        for name, some in samples.items():
+        for name, sample in samples.items():
             # Of a new adapter, one factor is zero, and the other one is random and of no effect.
-            if samples.get(name.replace(".lora_A.", ".lora_B."), some).any():
-                digest.update(name.encode() + some.tobytes())
+            if samples.get(name.replace(".lora_A.", ".lora_B."), sample).any():
+                digest.update(name.encode() + sample.tobytes())
         return digest.hexdigest()[:16]
