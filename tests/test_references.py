@@ -90,6 +90,30 @@ def test_keys_of_the_cache():
     assert len(set(keys)) == len(keys) - 1
 
 
+def test_a_new_adapter_has_the_key_of_another_one():
+    """One of its factors is random, and has no effect while the other one is zero."""
+    peft = pytest.importorskip("peft")
+    keys, config = [], peft.LoraConfig(r=2, target_modules=["q_proj"])
+    for seed in (1, 2):
+        model, words = tools()
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(model, config)
+        keys.append(_Writer(model, words, 8, 1.0).key({}))
+        for name, p in model.named_parameters():
+            p.data += "lora_B" in name
+        keys.append(_Writer(model, words, 8, 1.0).key({}))
+    assert keys[0] == keys[2]
+    assert len(set(keys)) == 3
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_texts_fit_the_positions_of_the_model(chat):
+    _, words = tools(chat=chat)
+    model = language_model("gpt2", n_positions=32)
+    lengths = [len(one["input_ids"]) for one in write(model, words, tokens=128)]
+    assert max(lengths) <= 32
+
+
 def test_a_cache_that_cannot_be_read_or_written_stops_nothing(tmp_path):
     model, words = tools()
     first = write(model, words, cache=tmp_path)

@@ -25,6 +25,7 @@ from transformers import (  # noqa: E402
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import default_compute_objective  # noqa: E402
 
 from gemproj.integrations.transformers import _TEXT, KeeperCallback, _Examples  # noqa: E402
 from gemproj.torch import Keeper, Promise  # noqa: E402
@@ -117,6 +118,17 @@ def test_the_trainer_does_not_clip_and_loses_no_option(tmp_path):
     assert driver.keeper.max_norm is None
 
 
+def test_a_training_that_stops_within_a_step_saves_the_norm(tmp_path):
+    class Stopping(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            control.should_training_stop = control.should_save = state.global_step == 1
+
+    driver = Transformers(tmp_path)
+    driver.train(batches(1), Stopping())
+    saved = torch.load(tmp_path / "checkpoint-1/training_args.bin", weights_only=False)
+    assert [type(args.max_grad_norm) for args in (driver.now.args, saved)] == [float, float]
+
+
 @pytest.mark.parametrize("named", [3, 6, None])
 def test_a_checkpoint_elsewhere_is_named_by_the_caller(named, tmp_path):
     whole, resumed = (Transformers(tmp_path / name, Promise(examples=3)) for name in ("whole", "resumed"))
@@ -198,12 +210,14 @@ def forms():
     talks = [[{"role": "user", "content": text}] for text in plain]
     halves = [{"prompt": text[:3], "completion": text[3:]} for text in plain]
     chosen = [{"prompt": text[:3], "chosen": text[3:], "rejected": " red"} for text in plain]
+    judged = [one | {"label": k % 2} for k, one in enumerate(halves)]
     labelled = [dict.fromkeys(("input_ids", "labels"), one["input_ids"]) for one in tokens]
     loader = DataLoader(labelled, 4, collate_fn=DataCollatorForSeq2Seq(words))
     return {
         "texts": plain, "column": rows["text"], "dataset": rows, "conversations": talks,
         "messages": [{"messages": one} for one in talks], "halves": halves, "loader": loader,
-        "preferences": chosen, "prompts": [{"prompt": text} for text in plain],
+        "preferences": chosen, "prompts": [{"prompt": text} for text in plain], "judged": judged,
+        "rated": [{"text": text, "label": 1, "labels": [0, 1]} for text in plain],
         "tokenised": tokens, "tokenised dataset": datasets.Dataset.from_list(labelled),
     }  # fmt: skip
 
@@ -222,7 +236,7 @@ def test_texts_examples_and_loaders_are_kept_alike(tmp_path):
 
 
 def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_path):
-    data = [*texts(), "red " * 40]
+    data = [*texts(), "red " * 16]
     for promise in (None, Promise()):
         with pytest.warns(UserWarning, match="2 of 15 examples of 'kept' have no label"):
             keeper, _ = kept_by(["", "  ", *data], tmp_path / "short", promise)
@@ -268,6 +282,28 @@ def test_texts_end_with_special_tokens_and_templates_write_their_own():
         assert found == [ended, plain]
 
 
+def test_texts_of_pandas_and_those_of_another_column():
+    pandas, plain = pytest.importorskip("pandas"), texts()
+    args = SimpleNamespace(
+        max_length=2, label_names=None, remove_unused_columns=True, dataset_text_field="said"
+    )
+    examples = _Examples(language_model(), tokenizer(WORDS), args, None)
+    frame = pandas.DataFrame({"said": plain, "prompt": "red"}, index=range(3, 15))
+    with pytest.warns(UserWarning, match="longer than 2 tokens"):
+        expected, *found = (examples.of(data)[0] for data in (plain, frame, frame["said"]))
+    assert found == [expected, expected]
+
+
+def test_texts_end_where_the_model_has_no_more_positions():
+    words, args = (
+        tokenizer(WORDS),
+        SimpleNamespace(max_length=99, label_names=None, remove_unused_columns=True),
+    )
+    with pytest.warns(UserWarning, match="longer than 16 tokens"):
+        (one,), _ = _Examples(language_model("gpt2"), words, args, None).of(["red " * 40])
+    assert len(one[_TEXT]["input_ids"]) == 16
+
+
 def test_an_encoder_decoder_reads_one_text_and_says_another():
     model, words = language_model("bart", **SMALL["bart"]), tokenizer(WORDS)
     args = SimpleNamespace(max_length=None, label_names=None, remove_unused_columns=True)
@@ -294,9 +330,10 @@ class Stream(torch.utils.data.IterableDataset):
 
 def test_streams_are_kept_and_examples_that_the_collator_does_not_take_are_named(tmp_path):
     assert len(kept_by(Stream(), tmp_path, limit=8)[0].sets["kept"]) == 8
-    judged = [{"prompt": "red", "completion": " blue", "label": True}] * 4
-    with pytest.raises(ValueError, match="collator of the trainer makes no batch of examples with"):
-        kept_by(judged, tmp_path)
+    asked = [{"instruction": "red", "output": " blue"}] * 4
+    told = "makes no batch of examples with instruction, output: .* Pass .* prompt and completion, chosen"
+    with pytest.raises(ValueError, match=told):
+        kept_by(asked, tmp_path)
 
 
 def test_held_out_losses_are_those_of_the_best_model_if_it_is_loaded(tmp_path):
@@ -315,6 +352,15 @@ def test_held_out_losses_are_those_of_the_best_model_if_it_is_loaded(tmp_path):
     last, *before, end = found
     assert tuple(last) == tuple(end) == keeper.report()["kept"].held_out
     assert last == before[0] != before[1]
+
+
+def test_a_search_optimises_the_same_with_a_keeper(tmp_path):
+    _, trainer = kept_by(texts(), tmp_path, hold_out=0.5)
+    for searches in (False, True):
+        trainer.state.is_hyper_param_search = searches
+        metrics = trainer.evaluate(trainer.train_dataset)
+        assert "keep/kept/held_out" in trainer.state.log_history[-1]
+        assert (default_compute_objective(metrics) == metrics["eval_loss"]) == searches
 
 
 def test_columns_that_the_model_does_not_take_are_left_out_as_in_training():
@@ -360,6 +406,23 @@ def test_options_of_the_texts_that_the_model_writes(tmp_path, monkeypatch):
     assert {name: (len(kept), len(kept.held)) for name, kept in keeper.sets.items()} == {"said": (6, 2)}
 
 
+def test_texts_are_written_once_beside_other_sets_if_their_promise_compares_outputs(tmp_path, monkeypatch):
+    def written(model, words, n, **options):
+        return [{"input_ids": [2 + k % 5, 3, 4]} for k in range(n)]
+
+    monkeypatch.setattr("gemproj.integrations.transformers.write_references", written)
+    model, other = language_model(), language_model(seed=1)
+    for promise, expected in ((None, [1, "references"]), (Promise(weight=0.5), [1])):
+        keeper = KeeperCallback(promise=promise, limit=8)
+        keeper.keep(texts(), name=1)
+        for _ in range(2):  # the second training has the model of the first one
+            fine_tuning(model, keeper, tmp_path).train()
+            assert list(keeper.sets) == expected
+        assert keeper.report()[1].steps == 8
+    with pytest.warns(UserWarning, match="The examples of 1 were kept with another model"):
+        fine_tuning(other, keeper, tmp_path).train()
+
+
 def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -368,11 +431,14 @@ def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
     keeper = KeeperCallback(texts(), Promise(Distillation(), tolerance=0.01))
     fine_tuning(model, keeper, tmp_path, DataCollatorWithPadding).train()
     assert keeper.report()["kept"].steps == 4
+    silent = KeeperCallback(promise=Promise(Distillation()))  # the model writes no texts
+    with pytest.warns(UserWarning, match="0 sets kept"):
+        fine_tuning(model, silent, tmp_path, DataCollatorWithPadding).train()
 
 
 def test_a_set_of_another_adapter_is_left_out(tmp_path):
     model = adapted(language_model(), target_modules=["q_proj"])
-    first, _ = kept_by(texts(), tmp_path, model=model, name="a's")
+    first, _ = kept_by(texts(), tmp_path, model=model, name="a's", hold_out=0.5)
     assert first.report()["a's"].steps == 4
     model.add_adapter("b", model.peft_config["default"])
     model.set_adapter("b")
@@ -380,6 +446,7 @@ def test_a_set_of_another_adapter_is_left_out(tmp_path):
     with pytest.warns(UserWarning, match="\"a's\" was kept with adapter 'default', and 'b' is active"):
         trainer.train()
     assert first.report()["a's"].steps == 4
+    assert "No verdict on unseen examples" not in repr(first.report())  # there will be one
     model.set_adapter("default")
     fine_tuning(model, first, tmp_path / "a").train()
     assert first.report()["a's"].steps == 8

@@ -33,14 +33,14 @@ from gemproj.torch.keeper import CallbackBase, alike
 from gemproj.torch.losses import Distillation
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise
-from gemproj.torch.references import tokenizer_of, write_references
+from gemproj.torch.references import positions_of, tokenizer_of, write_references
 from gemproj.torch.rows import unwrapped
 from gemproj.torch.step import ProjectedStep
 
 # Longest kept text, in tokens, unless the training arguments set a length.
 _LONGEST = 1024
-# Columns of examples that are tokenised already, and those of texts in the formats of TRL.
-_COLUMNS = {"input_ids", "pixel_values", "labels", "label"}
+# Columns of examples that are no texts any more, and those of texts in the formats of TRL.
+_COLUMNS = {"input_ids", "pixel_values"}
 _TEXTS = [("messages",), ("text",), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",), ("prompt",)]
 # Key of the tokens of a text, which no collator of a Trainer knows, and the columns that it may have.
 _TEXT, _TOKENS = "tokens of a text", {"input_ids", "labels", "attention_mask"}
@@ -118,6 +118,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         super().__init__(data, promise, **options)
         self._final: dict[str, Any] = {}  # the last log of a training
         names = ("name", "limit", "hold_out")
+        self._writes = data is None
         self._written: dict[str, Any] = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
         self._written |= {name: options[name] for name in names if name in options}
 
@@ -134,7 +135,16 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Attach to the optimizer, and keep what waits for a model."""
         _clip_again(args)
         self.max_norm = None
+        before = self._model
         self._attach_prepared(model, optimizer)
+        changed = before is not None and _base(before) is not _base(self._model)
+        # A checkpoint has its own sets, and a search makes a model for each trial.
+        if changed and self.sets and not (state.global_step or state.is_hyper_param_search):
+            warn(
+                f"The examples of {', '.join(map(repr, self.sets))} were kept with another model, and this "
+                "one is held to what that one said. Unless they are alike, make a new KeeperCallback, or "
+                "call forget."
+            )
         self._come_first()
         tokenizer = tokenizer_of(kwargs.get("processing_class"))
         self._collate = _Examples(model, tokenizer, args, kwargs.get("train_dataloader"))
@@ -153,7 +163,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
                     "checkpoint; the other ones that were passed are not kept. To keep those, begin a "
                     "training from the model of the checkpoint."
                 )
-        elif not self.sets and hasattr(self.promise.loss, "outputs"):
+        elif self._writes and hasattr(self.promise.loss, "outputs"):
             self._keep_references()
 
     def _keep_references(self) -> None:
@@ -161,7 +171,10 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         assert self._collate is not None
         assert self._model is not None
         tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._model)
+        if self._written["name"] in self.sets:
+            return
         if not getattr(model, "can_generate", bool)():
+            self._given = False  # so that a training without sets is told of
             return
         if tokenizer is None:
             raise ValueError(
@@ -209,6 +222,16 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             numbers["grad_norm"] = float(norm)
         logs.update(numbers)
         state.log_history[-1].update(numbers)  # a copy of logs from before the callbacks
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Take held-out losses out of what a hyperparameter search optimises: by default a sum of all."""
+        if state.is_hyper_param_search:
+            for name in [name for name in metrics or () if name.startswith("keep/")]:
+                del metrics[name]
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give back the norm, if training stops within a step, before a checkpoint is saved."""
+        _clip_again(args)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state of the keeper to the checkpoint."""
@@ -264,6 +287,11 @@ def _checkpoint(args: Any, step: int) -> Path:
     return Path(args.output_dir) / f"checkpoint-{step}"
 
 
+def _base(model: Any) -> Any:
+    """Return the model inside the adapters of peft."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 class _Later(float):
     """Zero in place of the norm to which the Trainer would clip, with that norm.
 
@@ -296,13 +324,14 @@ class _Examples:
         batched = getattr(loader, "batch_sampler", None) is not None
         self.collate: Collate | None = loader.collate_fn if batched else None
         longest = min(getattr(tokenizer, "model_max_length", _LONGEST), _LONGEST)
-        self.longest = getattr(args, "max_length", None) or longest
+        self.longest = min(getattr(args, "max_length", None) or longest, positions_of(model))
+        field = getattr(args, "dataset_text_field", "text")  # of TRL
+        self.texts = [_TEXTS[0], (field,), *_TEXTS[1:]]
         self.labelled = getattr(model, "can_generate", bool)()
         self.encodes = self.labelled and getattr(model.config, "is_encoder_decoder", False)
         self.cut = 0  # number of texts that were longer
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
         columns = {
-            *inspect.signature(base.forward).parameters,
+            *inspect.signature(_base(model).forward).parameters,
             "label",
             "label_ids",
             *(args.label_names or ()),
@@ -313,6 +342,8 @@ class _Examples:
         """Return data of a Trainer's user as `keep` takes it, with a collate function."""
         if isinstance(data, str):
             raise TypeError("data must be a list of texts; found one text. Pass [text].")
+        if hasattr(data, "iloc"):  # of pandas
+            data = list(data) if data.ndim == 1 else data.to_dict("records")
         batches = isinstance(data, DataLoader | Mapping | IterableDataset)
         if batches or not hasattr(data, "__getitem__") or not len(data):
             return data, None
@@ -321,7 +352,7 @@ class _Examples:
             raise TypeError(
                 "data must be a list of conversations; found one conversation. Pass [conversation]."
             )
-        parts = next((names for names in _TEXTS if keys >= set(names) and not keys & _COLUMNS), ())
+        parts = next((names for names in self.texts if keys >= set(names) and not keys & _COLUMNS), ())
         first = data[0][parts[0]] if parts else data[0]
         if isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping)):
             if self.tokenizer is None:
@@ -384,7 +415,8 @@ class _Examples:
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"The collator of the trainer makes no batch of examples with {', '.join(examples[0])}: "
-                    f"{error!r}. Pass texts, conversations, examples with input_ids and labels, or collate=."
+                    f"{error!r}. Pass texts, conversations, collate=, or examples with messages, text, "
+                    "prompt and completion, chosen, or input_ids and labels."
                 ) from error
         texts = [one[_TEXT] for one in examples]
         texts = [{"attention_mask": [1] * len(one["input_ids"])} | one for one in texts]

@@ -383,7 +383,8 @@ class Report(dict[Any, Line]):
             for row in [heads, *cells]
         ]
         said = [_said(line) for line in self.values() if line.held_out is not None]
-        if not said and any(line.bound == line.bound for line in self.values()):
+        bounded = any(line.bound == line.bound for line in self.values())
+        if bounded and not any(line.held for line in self.values()):
             said = ["No verdict on unseen examples: keep(..., hold_out=0.2) holds out a fifth."]
         return "\n".join(table + said)
 
@@ -427,13 +428,14 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
         allowed = kept.promise.allowed or 0.0
         bound, now = line.stored + allowed, line.now  # of the examples of the last step
         line.examples, line.stored = len(kept), float(kept.losses.mean())
+        line.held = len(kept.held or ())  # also of other adapters, which are not evaluated
         if name in held_out:
             *found, before = held_out[name]  # of all processes, as the bound must be
-            line.held, line.held_out = len(kept.held), tuple(found)
+            line.held_out = tuple(found)
             line.held_bound = bound = before + allowed
             now = line.held_out[0 if allowed or line.held == 1 else 1]
         # False for NaN; without a step, nothing has changed.
-        line.kept = now <= bound + _LOSSES * (1.0 + abs(bound)) or not (line.steps or line.held)
+        line.kept = now <= bound + _LOSSES * (1.0 + abs(bound)) or not (line.steps or line.held_out)
     return Report(lines, points)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -56,7 +57,7 @@ def write_references(
     n : int, default 256
         Number of texts.
     tokens : int, default 128
-        Largest number of tokens of each message.
+        Largest number of tokens of each message; fewer if the model has positions for fewer.
     temperature : float, default 1
         Temperature of sampling, from the likeliest tokens with 95 % of the probability.
     batch : int, default 16
@@ -141,6 +142,12 @@ def tokenizer_of(processing: Any) -> Any:
     return tokenizer
 
 
+def positions_of(model: Any) -> int:
+    """Return how many tokens a model takes, as far as its config says."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else sys.maxsize
+
+
 def _is_of_use(said: list[int], shortest: int) -> bool:
     return len(said) >= shortest and len(set(said)) >= _DIFFERENT * len(said)
 
@@ -166,6 +173,10 @@ class _Writer:
         self._chats = not self._encodes and bool(getattr(tokenizer, "chat_template", None))
         self._nested = False  # whether the template takes only lists of parts, as those of processors may
         self._nested = self._chats and _MARK not in self._template(_MARK)
+        self._room = positions_of(model) - 1  # of a message
+        if self._chats:  # a question and its answer, in the template
+            self._room = (self._room - len(self._ids(self._template(_MARK, add_generation_prompt=True)))) // 2
+        self._options["max_new_tokens"] = max(min(tokens, self._room), 1)
 
     def texts(self, n: int) -> list[tuple[Any, list[int], list[int]]]:
         """Return at most n texts, each with the tokens that must be new, and those of the answer in them."""
@@ -178,6 +189,8 @@ class _Writer:
         before = self._template(_MARK).partition(_MARK)[0]  # up to the content of a user's message
         asked = self._written([self._ids(before)] * n)
         said = [self._tokenizer.decode(new, skip_special_tokens=True).strip() for new in asked]
+        # They may have more tokens when they are read again.
+        said = [text for text in said if len(self._ids(text)) <= self._room]
         prompts = [self._ids(self._template(text, add_generation_prompt=True)) for text in said if text]
         answers = self._written(prompts) if prompts else []
         return [({"input_ids": a + b}, a + b, b) for a, b in zip(prompts, answers, strict=True)]
@@ -220,8 +233,13 @@ class _Writer:
                 digest.update(
                     repr((name, active, getattr(module, "disable_adapters", None) is True)).encode()
                 )
+        samples = {}
         for name, p in model.named_parameters():
             flat = p.detach().reshape(-1)
             some = flat[:: max(len(flat) // _SAMPLED, 1)].float().cpu()
-            digest.update(name.encode() + some.numpy().tobytes())
+            samples[name] = some.numpy()
+        for name, sample in samples.items():
+            # Of a new adapter, one factor is zero, and the other one is random and of no effect.
+            if samples.get(name.replace(".lora_A.", ".lora_B."), sample).any():
+                digest.update(name.encode() + sample.tobytes())
         return digest.hexdigest()[:16]
