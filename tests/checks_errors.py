@@ -1,5 +1,7 @@
 """What each process checks of errors: what is wrong on one process stops all of them, and leaves no rows."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,6 +52,8 @@ def a_set_that_one_process_cannot_keep_stops_every_process():
             one_number = Promise(loss if odd else EACH, tolerance=0.0)
             with expect(odd, ValueError, "tolerance needs one loss for each example"):
                 keeper.keep([(x, y)], one_number, name=0)
+        with expect(odd, TypeError, "name must be hashable"):
+            keeper.keep([(x, y)], name=[] if odd else 0)
         with expect(odd, ValueError, "leaves none to keep"):
             keeper.keep([(x[:1], y[:1]) if odd else (x, y)], name=0, hold_out=0.34)
         assert not keeper.sets
@@ -91,6 +95,12 @@ def processes_of_which_nothing_is_known():
     model = net()
     with pytest.raises(ValueError, match=r"2 processes are initialised.*DistributedDataParallel"):
         begin(model=model)
+    with patch.object(dist, "is_initialized", lambda: False):  # the group comes after the keeper
+        _, optimizer, keeper = begin(model=model)
+    for late in (lambda: keeper.keep([task(0, 3)]), optimizer.step):
+        with pytest.raises(ValueError, match="2 processes are initialised"):
+            late()
+    keeper.remove()
     _, optimizer, keeper = begin(model=model, process_group=alone())
     for _ in range(dist.get_rank()):  # which nothing waits for
         keeper.keep([task(0, 3)])
@@ -121,6 +131,14 @@ def options_that_differ():
 
         with pytest.raises(ValueError, match=rf"disagree on the (option {name}|promises).*same options"):
             keep_and_step()
+
+
+@check(2)
+def processes_that_stop_earlier_than_others():
+    model, optimizer, keeper = start(loss, "replicas")
+    keeper.keep([task(0, 3)])
+    with model.join(), pytest.raises(ValueError, match=r"DistributedDataParallel.join\(\)"):
+        optimizer.step()
 
 
 @check(2)

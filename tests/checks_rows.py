@@ -1,7 +1,9 @@
 """What each process checks of rows: they are those of all examples, whatever each process keeps and holds."""
 
 import copy
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from checks_training import fsdp
@@ -317,6 +319,27 @@ def one_process_may_save():
         if step == 1 and dist.get_rank() == 0:
             keeper.state_dict()
     assert looked == [True, False, False, False, True, False]
+
+
+@check(2)
+def a_state_of_fewer_sets_comes_back_while_training():
+    """On a device one process may save alone, as there all know one step later who looks."""
+    model = DistributedDataParallel(net())
+    promise = Promise(SAID, examples=None, tolerance=0.2)
+    optimizer, keeper = kept(model, [share(task(0, 16))], promise, look="auto")
+    take(model, optimizer, share(task(5, 16)))
+    state, vector = through_a_file(keeper.state_dict()), keeper.rows.vector
+    assert keeper._training._again
+    keeper.keep([share(task(1, 16))])
+    for _ in range(2):
+        take(model, optimizer, share(task(6, 16)))
+    with patch.object(vector, "device", torch.device("cuda")):
+        keeper.state_dict()
+    assert not keeper._training._again
+    with pytest.warns(UserWarning, match="which are dropped"):
+        keeper.load_state_dict(state)
+    take(model, optimizer, share(task(7, 16)))
+    assert keeper.rows.names == [0]
 
 
 @check(2)

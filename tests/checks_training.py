@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from models import BOTH, EACH, flat, loss, protect, trainable
+from models import BOTH, EACH, SAID, flat, loss, protect, rival, sgd, take, task, trainable
 from models import perceptron as net
 from processes import alone, check, everything, learn, once, same_everywhere, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -172,16 +173,81 @@ class Normed(nn.Module):
 def what_tensor_parallelism_repeats():
     spreads = partial(tensor_parallel, shard=fully_shard), tensor_only
     for k, options in enumerate(OPTIONS):
-        if "clip" not in options:  # torch does not clip tensors of different meshes together
-            compare(spreads[1 - k % 2], options, make=Normed)
+        compare(spreads[1 - k % 2], options, make=Normed)
+
+
+def frozen(dtype=torch.float64):
+    model = net(dtype)
+    model[0].requires_grad_(False)
+    return model
 
 
 @check(2)
 def frozen_parameters():
-    def make(dtype):
-        model = net(dtype)
-        model[0].requires_grad_(False)
-        return model
-
     for spread in (shards, tensor_only):
-        compare(spread, {"on": "both"}, make=make)
+        compare(spread, {"on": "both"}, make=frozen)
+
+
+def short(model, promise, take_step, part=share, **options):
+    """Keep a task, and take three steps; return the weights, which all processes share."""
+    optimizer = sgd(model.parameters())
+    keeper = protect(model, optimizer, promise, **options)
+    keeper.keep([part(task(0, 8))])
+    for k in range(3):
+        take_step(model, optimizer, k, part(rival(task(0, 8))))
+    same_everywhere(flat(model))
+    return flat(model)
+
+
+def as_one(take_step, spread, promise=loss, make=net, **options):
+    """Check that a model that is spread over processes takes the steps of one process."""
+    expected = short(make(), promise, take_step, everything, process_group=alone(), **options)
+    model, part = spread(make())
+    found = short(model, promise, take_step, part, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@check(2)
+def parameters_that_train_later():
+    def take_step(model, optimizer, k, batch):
+        model[0].requires_grad_(k > 0)
+        take(model, optimizer, batch)
+
+    as_one(take_step, shards, make=frozen)
+
+
+@check(2)
+def a_layer_that_is_not_sharded():
+    """Whose gradients a user averages, and a keeper those of its losses."""
+
+    def take_step(model, optimizer, k, batch):
+        loss(model, batch).backward()
+        for p in model[2].parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def partly_sharded(model):
+        fully_shard(model[0])
+        return model, share
+
+    as_one(take_step, partly_sharded, weight=0.5)
+
+
+@check(2)
+def logits_that_are_sharded():
+    """Tensor parallelism leaves them so if the outputs of the last layer are."""
+
+    def last(model):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+        outputs = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        return parallelize_module(model, mesh, {"2": outputs}), everything
+
+    def take_step(model, optimizer, k, batch):
+        EACH(model, batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for promise in (EACH, SAID):
+        as_one(take_step, last, promise, tolerance=0.001, on="both")

@@ -61,6 +61,12 @@ def test_nothing_else_moves():
     assert torch.equal(flat(model), weights)
 
 
+def test_only_the_device_of_the_model_is_touched(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"{device} was read"))
+    write(*tools())
+
+
 def test_cache(tmp_path, monkeypatch):
     model, words = tools()
     first = write(model, words, cache=tmp_path)

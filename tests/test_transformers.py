@@ -143,6 +143,11 @@ def test_a_checkpoint_elsewhere_is_named_by_the_caller(named, tmp_path):
     else:  # none, or that of another step
         with pytest.raises(ValueError, match=r"resumes at step 3, .*Set args.resume_from_checkpoint .*begin"):
             trainer.train(resume_from_checkpoint=str(whole.folder / "checkpoint-3"))
+    folder = resumed.folder / "checkpoint-3"
+    folder.mkdir()
+    (folder / "keeper_rank0.pt").touch()
+    with pytest.raises(FileNotFoundError, match="with the same number of processes"):
+        resumed.keeper._find(SimpleNamespace(resume_from_checkpoint=str(folder)), 3)
 
 
 def test_a_state_is_written_beside_an_optimizers_state_only(tmp_path):
@@ -402,8 +407,13 @@ def test_options_of_the_texts_that_the_model_writes(tmp_path, monkeypatch):
         return [{"input_ids": [2 + k % 5, 3, 4]} for k in range(n)]
 
     monkeypatch.setattr("gemproj.integrations.transformers.write_references", written)
-    keeper = kept_by(None, tmp_path, name="said", limit=8, hold_out=0.25)[0]
-    assert {name: (len(kept), len(kept.held)) for name, kept in keeper.sets.items()} == {"said": (6, 2)}
+    monkeypatch.setattr("gemproj.integrations.transformers._place", lambda: (0, 128))
+    for options, sizes in (
+        ({"name": "said", "limit": 8, "hold_out": 0.25}, {"said": (6, 2)}),
+        ({}, {"references": (4, 1)}),
+    ):
+        keeper = kept_by(None, tmp_path, **options)[0]
+        assert {name: (len(kept), len(kept.held)) for name, kept in keeper.sets.items()} == sizes
 
 
 def test_texts_are_written_once_beside_other_sets_if_their_promise_compares_outputs(tmp_path, monkeypatch):

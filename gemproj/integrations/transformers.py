@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -24,10 +26,10 @@ except ImportError as error:
     ) from error
 
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from gemproj._warn import warn
-from gemproj.integrations.accelerate import AcceleratedKeeper, file_in, read
+from gemproj.integrations.accelerate import AcceleratedKeeper, read
 from gemproj.torch.data import Collate, leaves_of, moved, take
 from gemproj.torch.keeper import CallbackBase, alike
 from gemproj.torch.losses import Distillation
@@ -50,9 +52,11 @@ _TWO_SIDES = (
 )
 # Number of texts that a model writes where no data is given, and the share that is held out.
 _TEXTS_WRITTEN, _HELD_OUT = 256, 0.2
+# Fewest texts of a process, of which one is held out.
+_FEWEST = 5
 # Names in the logs of the held-out loss and the ends of its 95 % interval.
 _HELD = ("held_out", "held_out_low", "held_out_high")
-# So many examples of a set are compared with those of a checkpoint.
+# So many examples of a set are compared with those of a checkpoint, or of another process.
 _COMPARED = 64
 
 
@@ -91,8 +95,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     data : list of texts, of conversations or of examples; datasets.Dataset; or DataLoader, optional
         What to keep. Texts, and conversations (lists of messages with a role and a content), are tokenised by
         the tokenizer of the trainer; for an encoder-decoder, they need columns ``prompt`` and ``completion``.
-        Examples with other columns than tokens and labels are collated by its collator. More can be kept by
-        `keep`, before training, in which case it waits until training begins, or after it.
+        Examples with other columns than tokens and labels are collated by its collator. A list or data set
+        that several processes pass alike is divided among them, if there are 5 examples for each. More can be
+        kept by `keep`, before training, in which case it waits until training begins, or after it.
     promise : Promise, loss or float, optional
         By default ``Promise(Distillation())``; a number is its tolerance, in nats per token.
     name, collate, limit, hold_out
@@ -123,7 +128,22 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         self._written |= {name: options[name] for name in names if name in options}
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
+        data = self._own(data)
         return (data, collate) if collate or not self._collate else self._collate.of(data)
+
+    def _own(self, data: Any) -> Any:
+        """Return the part of this process of a list or a data set that all processes were given."""
+        if self._training is None or self._world() == 1:
+            return data
+        (rank, world), n, digest = _place(), 0, 0
+        with suppress(Exception):  # a loader; examples that cannot be read are told of later
+            some = leaves_of([data[k] for k in range(0, len(data), len(data) // _COMPARED + 1)])
+            said = len(data), [one.tolist() if hasattr(one, "tolist") else one for one in some]
+            n, digest = len(data), zlib.crc32(repr(said).encode())
+        least = self._training.rows.vector.topology.least
+        if least(digest) != -least(-digest) or n < _FEWEST * world:
+            return data  # each has its own
+        return data[rank::world] if isinstance(data, list) else Subset(data, range(rank, n, world))
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give back the norm to which gradients are clipped, after a training that broke off."""
@@ -181,10 +201,13 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
                 "Without data the model writes what to keep, which needs its tokenizer: pass "
                 "processing_class=tokenizer to the trainer, or data to KeeperCallback."
             )
-        world, rank = AcceleratorState().num_processes, AcceleratorState().process_index
+        assert self._training is not None
+        rank, world = _place()
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
-        n = self._written["limit"] or max(_TEXTS_WRITTEN // world, 1)
-        self.keep(write_references(model, tokenizer, n, seed=rank, cache=folder), **self._written)
+        n = self._written["limit"] or max(_TEXTS_WRITTEN // world, _FEWEST)
+        with self._training.vector().topology.agreement({}):
+            texts = write_references(model, tokenizer, n, seed=rank, cache=folder)
+        self.keep(texts, **self._written)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
@@ -273,7 +296,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Return the state of the keeper at the step from which training resumes, or raise."""
         named = args.resume_from_checkpoint
         folder = Path(named) if named and os.path.isdir(named) else _checkpoint(args, step)
-        if file_in(folder).is_file() and (found := read(folder))["step"] == step:
+        if any(folder.glob("keeper*.pt")) and (found := read(folder))["step"] == step:
             return found
         raise ValueError(
             f"Training resumes at step {step}, but the state of the keeper at that step is not in {folder}. "
@@ -281,6 +304,14 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             "training from its model instead: Model.from_pretrained(checkpoint), and train() without "
             "resume_from_checkpoint."
         )
+
+
+def _place() -> tuple[int, int]:
+    """Return the number of this process among those that train on other data, and how many these are."""
+    state = AcceleratorState()
+    parallel = getattr(state, "parallelism_config", None)
+    same = 1 if parallel is None else parallel.non_data_parallel_size  # as in tensor parallelism
+    return state.process_index // same, state.num_processes // same
 
 
 def _checkpoint(args: Any, step: int) -> Path:

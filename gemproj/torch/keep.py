@@ -128,7 +128,7 @@ def _losses(
     try:
         with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
             for k, (at, weight) in enumerate(passes(list(range(len(kept))), size, most)):
-                value = look(at, weight, k == 0).detach().double().cpu()
+                value = look(at, weight, k == 0).detach().cpu().double()
                 losses[at[:weight]] = value[:weight] if value.ndim else value
                 means = means if value.ndim else len(at)
     finally:

@@ -143,17 +143,18 @@ class KeeperBase:
             If `data` has no example, or an example that cannot be stored; if a loss is not finite, which
             names the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
-        known, chosen = self._checked(promise, name, limit, hold_out)
-        if self._training is None:
+        vector = None if self._training is None else self._training.vector()
+        with nullcontext() if vector is None else vector.topology.agreement({}):
+            known, chosen = self._checked(promise, name, limit, hold_out)
+        if self._training is None or vector is None:
             if not self._waits:
                 raise ValueError(f"{type(self).__name__} has no model yet.")
             named = {"name": name, "collate": collate, "limit": limit, "hold_out": hold_out}
             self._pending.append((data, promise, named))
             return
-        data, collate = self._prepared(data, collate)
         if name is None:
             name = next(k for k in itertools.count(len(self.sets)) if k not in self.sets)
-        vector, before = self._training.vector(), self._random.get_state()
+        before = self._random.get_state()
         facts = {"option tolerance": chosen.allowed is not None, "option microbatch": self._microbatch}
         facts["option examples"] = chosen.examples
         inner, loss = unwrapped(self._training.model)[0], self._wrapped(chosen.loss)
@@ -163,6 +164,7 @@ class KeeperBase:
             # Tensors that are made in inference mode cannot be used in training.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 with vector.topology.agreement(facts), undisturbed(data):
+                    data, collate = self._prepared(data, collate)
                     examples, collate = read(data, collate, limit, self._random)
                 losses = torch.zeros(count(examples), dtype=torch.float64)
                 kept = KeptSet(name, chosen, examples, collate, None, losses, adapters(inner))
@@ -251,13 +253,12 @@ class KeeperBase:
         """Return the kept sets, the history and the warm start; not the promises and collate functions.
 
         The next step looks at all sets, as the one that resumes from the state does; of several processes
-        only with ``look="auto"``.
+        only with ``look="auto"`` on a CPU, because one of them may save alone.
         ``torch.load(..., weights_only=True)`` can read it if the examples are nestings of tensors, numbers
         and strings. To resume, keep the same sets in the same way, then load the state.
         """
         last = {} if self._training is None else self._training.warm
-        # With "auto" processes agree on the looks of a step; otherwise one of them may save alone.
-        if self._training is not None and (self.look == "auto" or self._world() == 1):
+        if self._training is not None:
             self._training.look_again()
         return {
             "sets": [kept.state_dict() for kept in self.sets.values()],
@@ -310,6 +311,7 @@ class KeeperBase:
         self._forecast.load_state_dict(state["forecast"])
         if self._training is not None:
             self._training.change()
+            self._training.rows.clear()  # they may be of other sets
             self._training.warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}
 
     def _world(self) -> int:

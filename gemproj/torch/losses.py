@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gemproj._checks import check_count, check_number
 from gemproj.torch.chosen import chosen, likeliest, log_probabilities, widened
 from gemproj.torch.data import Batch, Field, PerExample
+from gemproj.torch.vector import mesh_of
 
 # The label that torch and transformers ignore.
 _IGNORED = -100
@@ -118,7 +119,7 @@ class CrossEntropy:
 
     def of(self, logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
         """Return the losses for given logits; pass `model` if a transformers model computed the logits."""
-        _check_logits(logits)
+        logits = _whole(logits)
         if not self._shift and _predicts_next(model):
             raise ValueError(
                 "The model is a causal language model, whose logits predict the next token: use "
@@ -300,8 +301,7 @@ class Distillation:
 
     def _computed(self, model: Any, batch: Batch) -> Tensor:
         """Return the logits of a batch; raise if the classes do not exclude each other."""
-        logits = self._logits(model, batch)
-        _check_logits(logits)
+        logits = _whole(self._logits(model, batch))
         kind = getattr(getattr(model, "config", None), "problem_type", None)
         if self._logits is model_logits and (logits.ndim > 3 or kind == "multi_label_classification"):
             raise ValueError(
@@ -347,14 +347,15 @@ def _has_encoder(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
-def _check_logits(logits: Tensor) -> None:
-    """Raise for logits of a single class, whose probability is always one."""
+def _whole(logits: Any) -> Tensor:
+    """Return logits, gathered if they are sharded; raise for a single class, of probability one."""
     if logits.ndim < 2 or logits.shape[-1] < 2:
         raise ValueError(
             "logits must have shape (n, ..., classes), with at least two classes; found "
             f"{tuple(logits.shape)}. For two classes with one logit z return torch.stack([0 * z, z], -1); "
             "for scores pass your own loss, such as a squared difference."
         )
+    return logits if mesh_of(logits) is None else logits.full_tensor()
 
 
 def _check_classes(fits: bool, stored: Any, now: Tensor) -> None:

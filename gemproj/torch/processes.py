@@ -57,6 +57,10 @@ class Local:
         """Return the weight of the mean loss of n local examples, out of `total` on all processes."""
         return n / total
 
+    def least(self, n: int) -> int:
+        """Return the smallest n of all processes."""
+        return min(map(min, self._gather([n])))
+
     def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:
         """Sum rows over processes in place; return which parameters are `reached` on any process."""
         return reached
@@ -143,13 +147,23 @@ class Sharded(Replicated):
 
     collective = True
 
+    def __init__(self, device: Any, group: Any, plain: int = 0) -> None:
+        super().__init__(device, group)
+        self._plain = plain  # columns of parameters that are not sharded, which come first
+
     def passes(self) -> AbstractContextManager[None]:  # noqa: D102
         return nullcontext()
 
     def weight(self, n: int, total: int) -> float:  # noqa: D102
         return self.world * n / total
 
-    reduce = Local.reduce  # nothing to sum: each process has its own columns
+    def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:  # noqa: D102
+        if self._plain:  # no backward pass averages them; in tensor parallelism they are equal already
+            part = rows[..., : self._plain].contiguous()
+            reached = super().reduce(part, reached)
+            rows[..., : self._plain] = part.div_(self.world)
+        return reached
+
     sum_shards = Replicated.sum_values
 
     @contextmanager

@@ -13,10 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from gemproj._checks import check_count, check_number
 from gemproj._warn import warn
+from gemproj.torch.processes import Local, Sharded
+from gemproj.torch.rows import forked, reshard
+from gemproj.torch.vector import group_of, local, mesh_of
 
 # A text is of use from so many tokens on, an answer in it from one token and its end on; and if at least this
 # share of the tokens are different ones. So must be the answers, of which some may be alike, as refusals are.
@@ -86,24 +90,31 @@ def write_references(
         raise TypeError(f"model must have a method generate; found {type(model).__name__}.")
     from tqdm.auto import tqdm  # type: ignore[import-untyped]  # which transformers needs
 
-    writer = _Writer(model, tokenizer_of(tokenizer), tokens, temperature)
+    held = list(model.parameters())
+    empty = any(hasattr(p, "ds_id") for p in held)  # ZeRO-3 gathers weights for a pass only
+    # Then every pass needs all processes, which therefore end together.
+    shared = empty or any(mesh_of(p) is not None for p in held)
+    topology = Sharded(held[0].device, group_of(held)) if shared else Local()
+    writer = _Writer(model, tokenizer_of(tokenizer), tokens, temperature, shared)
     settings = {"n": n, "tokens": tokens, "temperature": temperature, "batch": batch, "seed": seed}
-    file = None if cache is None else Path(cache) / f"references-{writer.key(settings)}.json"
+    file = None if cache is None or empty else Path(cache) / f"references-{writer.key(settings)}.json"
+    found: list[dict[str, list[int]]] = []
     if file is not None:
         with suppress(OSError, ValueError):  # there is none, or it is damaged
-            found: list[dict[str, list[int]]] = json.loads(file.read_text())
-            return found
+            found = json.loads(file.read_text())
+    if topology.least(len(found)):
+        return found
     found, seen, answers, tried = [], set[Any](), set[Any](), 0
     training = [module for module in model.modules() if module.training]
     with (
-        torch.random.fork_rng(),
+        forked(held[0].device),
         torch.no_grad(),
         tqdm(total=n, desc="references", disable=not progress) as bar,
     ):
         try:
             model.eval()
             torch.manual_seed(seed)
-            while len(found) < n and tried < _PATIENCE * n:
+            while topology.least(len(found)) < n and tried < _PATIENCE * n:
                 tried += min(batch, n)
                 for one, text, answer in writer.texts(min(batch, n)):
                     useful = _is_of_use(text, _SHORTEST) and _is_of_use(answer, _ANSWER)
@@ -113,6 +124,7 @@ def write_references(
                         found.append(one)
                 bar.update(min(len(found), n) - bar.n)
         finally:
+            reshard(model)
             for module in training:
                 module.training = True
     if len(found) < n or len(answers) < _DIFFERENT * n:
@@ -155,7 +167,9 @@ def _is_of_use(said: list[int], shortest: int) -> bool:
 class _Writer:
     """Samples texts from a model, in the way that fits it."""
 
-    def __init__(self, model: Any, tokenizer: Any, tokens: int, temperature: float) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, tokens: int, temperature: float, shared: bool = False
+    ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._encodes = getattr(model.config, "is_encoder_decoder", False)
         ends = getattr(model.generation_config, "eos_token_id", None)
@@ -170,6 +184,7 @@ class _Writer:
         self._options |= {"max_new_tokens": tokens, "pad_token_id": self._pad, "use_cache": True}
         # A generation config may have other values of these, and strings that end a text.
         self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False, "tokenizer": tokenizer}
+        self._options |= {"synced_gpus": True} if shared else {}  # all processes take as many passes
         self._chats = not self._encodes and bool(getattr(tokenizer, "chat_template", None))
         self._nested = False  # whether the template takes only lists of parts, as those of processors may
         self._nested = self._chats and _MARK not in self._template(_MARK)
@@ -192,8 +207,8 @@ class _Writer:
         # They may have more tokens when they are read again.
         said = [text for text in said if len(self._ids(text)) <= self._room]
         prompts = [self._ids(self._template(text, add_generation_prompt=True)) for text in said if text]
-        answers = self._written(prompts) if prompts else []
-        return [({"input_ids": a + b}, a + b, b) for a, b in zip(prompts, answers, strict=True)]
+        answers = self._written(prompts or [self._first])  # always, as other processes may wait
+        return [({"input_ids": a + b}, a + b, b) for a, b in zip(prompts, answers, strict=False)]
 
     def _written(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the new tokens after each prompt, up to and with the first token that ends a text."""
@@ -235,7 +250,8 @@ class _Writer:
                 )
         samples = {}
         for name, p in model.named_parameters():
-            flat = p.detach().reshape(-1)
+            flat = local(p.detach()).reshape(-1)
+            digest.update(b"" if mesh_of(p) is None else str(dist.get_rank()).encode())  # it is a part
             some = flat[:: max(len(flat) // _SAMPLED, 1)].float().cpu()
             samples[name] = some.numpy()
         for name, sample in samples.items():

@@ -318,10 +318,7 @@ def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = F
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
     changes = _changes(list(model.modules()))
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
-    # Each CUDA or XPU device has its own generator; the generator of MPS cannot be restored.
-    own = device.type in ("cuda", "xpu")
-    fork = torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
-    with fork, torch.enable_grad():
+    with forked(device), torch.enable_grad():
         try:
             for p, _ in kept:
                 p.grad = None
@@ -331,6 +328,13 @@ def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = F
             for p, gradient in kept:
                 p.grad = gradient
             _set(reversed(before))
+
+
+def forked(device: torch.device) -> Any:
+    """Return a context that restores the random states of the CPU and of one device."""
+    # Each CUDA or XPU device has its own generator; the generator of MPS cannot be restored.
+    own = device.type in ("cuda", "xpu")
+    return torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
 
 
 def _set(values: Iterable[tuple[Any, str, Any]]) -> None:

@@ -439,7 +439,8 @@ class ProjectedStep:
             return
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.norm = total_norm(parameters)
-        clip_grads_with_norm_(parameters, most, self.norm)
+        for some in _by_mesh(parameters):
+            clip_grads_with_norm_(some, most, self.norm)
         self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0)  # the factor of torch
 
     def _check_finite(self, rows: Rows | None) -> None:
@@ -526,12 +527,17 @@ def detach(optimizer: Any) -> None:
 @torch.no_grad()
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients, which may be on several devices and meshes."""
-    on_mesh: dict[Any, list[Tensor]] = {}
+    norms: list[Any] = [get_total_norm([p.grad for p in some]) for some in _by_mesh(parameters)]
+    return get_total_norm([norm if mesh_of(norm) is None else norm.full_tensor() for norm in norms])
+
+
+def _by_mesh(parameters: Iterable[Tensor]) -> Iterable[list[Any]]:
+    """Return the parameters with a gradient by its mesh, because torch takes those of one mesh together."""
+    found: dict[Any, list[Any]] = {}
     for p in parameters:
         if p.grad is not None:
-            on_mesh.setdefault(mesh_of(p.grad), []).append(p.grad)
-    norms: list[Any] = [get_total_norm(gradients) for gradients in on_mesh.values()]
-    return get_total_norm([norm if mesh_of(norm) is None else norm.full_tensor() for norm in norms])
+            found.setdefault(mesh_of(p.grad), []).append(p)
+    return found.values()
 
 
 def is_within(optimizer: torch.optim.Optimizer) -> bool:

@@ -42,7 +42,6 @@ class Training:
     """
 
     def __init__(self, keeper: Any, model: torch.nn.Module, optimizers: Sequence[Any], scaler: Any) -> None:
-        reshard(model)
         self.keeper, self.model, self._scaler = keeper, model, scaler
         self.terms, self.joint = Terms(), SharedPasses()
         self.last: Projection | None = None
@@ -74,11 +73,13 @@ class Training:
 
     def vector(self) -> ParameterVector:
         """Return the trainable parameters that the model has now, as a vector."""
-        vector = self.rows.vector
-        known = vector.topology.collective or self._parameters() == self._known
-        return vector if known else self._new_vector()
+        if self._parameters() != self._known:
+            return self._new_vector()
+        check_alone(self.rows.vector.topology)  # other processes may have come since it was made
+        return self.rows.vector
 
     def _new_vector(self) -> ParameterVector:
+        reshard(self.model)
         whole, parallel = unwrapped(self.model)
         check_spread(list(whole.modules()))
         group = self.keeper._group
@@ -94,11 +95,14 @@ class Training:
 
     def _parameters(self) -> list[Any]:
         """Return what tells whether model and optimizers still have the same trainable parameters."""
+        if self.rows.vector.topology.collective:  # gathered parameters are other objects
+            return [(name,) for name, p in self.model.named_parameters() if p.requires_grad]
         every = [*self.model.parameters(), *self._held()]
         return [(id(p), p.dtype, p.device) for p in every if p.requires_grad]
 
     def _renew(self) -> None:
         """Begin to project the parameters that the model has now; raise if the optimizers hold others."""
+        vector = self._new_vector()
         held = [p for p in self._held() if p.requires_grad]
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         ids = set(map(id, held))
@@ -109,7 +113,6 @@ class Training:
                 f"such as {lacking[0]!r}. Add those of a new layer with optimizer.add_param_group, freeze "
                 "parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
             )
-        vector = self._new_vector()
         # Parameters of a layer that was replaced may stay in the optimizer; no loss depends on them any more.
         known = {id(p) for p in vector.parameters} | {at for at, *_ in self._known}
         others = [tuple(p.shape) for p in held if id(p) not in known]
@@ -119,8 +122,8 @@ class Training:
                 f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
                 "optimizer."
             )
-        self._known = self._parameters()
         self.rows, self.warm = Rows(vector), {}
+        self._known = self._parameters()
         for step in self.steps:
             step.use(vector)
         for handle in self._handles:
@@ -136,8 +139,11 @@ class Training:
         self._changed = True
 
     def look_again(self) -> None:
-        """Have the next step compute all rows."""
-        self._again = True
+        """Have the next step compute all rows, unless another process may not know of it."""
+        vector = self.rows.vector
+        # With "auto" processes agree on the looks of a step, on a device only one step later.
+        agrees = self.keeper.look == "auto" and vector.device.type != "cuda"
+        self._again = self._again or agrees or vector.topology.world == 1
 
     def forget(self, name: Hashable) -> None:
         """Drop the multipliers of a set, and have the next step compute all rows."""
@@ -152,7 +158,7 @@ class Training:
             self._stepped.add(id(step))
             return self.rows if len(self.rows) else None
         self._stepped.clear()
-        if not self.rows.vector.topology.collective and self._parameters() != self._known:
+        if self._parameters() != self._known:
             self._renew()
         if self._begun == 0:
             self._begin()
@@ -188,6 +194,13 @@ class Training:
         """Compute the rows that are due, those of all sets for None."""
         keeper, rows, topology = self.keeper, self.rows, self.rows.vector.topology
         fresh = self._changed or list(sets) != rows.names  # also after an error, which drops all rows
+        (inner, parallel), scaler = unwrapped(self.model), self._scaler
+        if getattr(getattr(parallel, "_join_config", None), "enable", False):
+            raise ValueError(
+                "model trains in DistributedDataParallel.join(), where a process that has no more data takes "
+                "no steps, and the others would wait for its rows. Give every process as many batches, and "
+                "train without join()."
+            )
         with topology.agreement(facts := dict[str, Any]()):
             if topology.world > 1:
                 facts |= self._facts(sets.values())
@@ -198,7 +211,6 @@ class Training:
                 for k, (kept, loss) in enumerate(zip(sets.values(), self._losses, strict=True))
                 if due is None or due[k]
             ]
-        (inner, _), scaler = unwrapped(self.model), self._scaler
         # Losses are scaled as in training with a scaler.
         scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
         rows.fill(inner, draws, list(sets), microbatch=keeper._microbatch, scale=scale, joint=self.joint)
@@ -220,6 +232,7 @@ class Training:
     def _begin(self) -> None:
         """Say what a training that begins does not protect."""
         keeper = self.keeper
+        check_alone(self.rows.vector.topology)
         if not keeper.sets and not keeper._given:
             warn(f"0 sets kept: this run protects nothing. {keeper._remedy}")
         if keeper.sets:

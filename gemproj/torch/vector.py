@@ -61,7 +61,7 @@ class ParameterVector:
         self.sizes, self.shapes = [p.numel() for p in shards], [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
         self.d = self._starts[-1]
-        group = _group_of(self.parameters) if group is None else group
+        group = group_of(self.parameters) if group is None else group
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in self.parameters]
         self.columns, self.owned = self.slices(), self.slices(owned=True)
@@ -215,7 +215,8 @@ class ParameterVector:
 
     def _topology(self, group: Any) -> Local:
         if self._sharded:
-            return Sharded(self.device, group)
+            plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
+            return Sharded(self.device, group, plain)
         return Local() if group is None else Replicated(self.device, group)
 
     def _owns(self, parameter: Tensor, group: Any) -> bool:
@@ -251,7 +252,7 @@ def mesh_of(tensor: Tensor) -> Any:
     return getattr(tensor, "device_mesh", None)
 
 
-def _group_of(parameters: list[Any]) -> Any:
+def group_of(parameters: list[Any]) -> Any:
     """Return the group of the processes that share the parameters; None if all processes do."""
     meshes = [mesh for mesh in map(mesh_of, parameters) if mesh is not None]
     ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
