@@ -7,6 +7,7 @@ from collections import namedtuple
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -79,8 +80,9 @@ def check() -> bool:
     print(f"{PROBLEMS} problems with known projections")
     for library, device, backends.wanted in ways():
         asarray, failed = importlib.import_module(library).asarray, []
-        for name, dtype, (G, g, x, _, options) in given:
-            arrays = {"G": G.astype(dtype), "g": g.astype(dtype), **options}
+        for k, (name, dtype, (G, g, x, _, options)) in enumerate(given):
+            order: Any = "CF"[k % 2]  # rows or columns are adjacent in memory
+            arrays = {"G": G.astype(dtype, order), "g": g.astype(dtype), **options}
             try:
                 found = gemproj.project(**{key: asarray(a, device=device) for key, a in arrays.items()})
                 error = np.linalg.norm(to_numpy(found) - x) / np.linalg.norm(g)

@@ -207,10 +207,10 @@ def test_numbers_at_odd_addresses(blocks, rng):
 AHEAD = """
 import numpy as np
 from gemproj import combine, gram, project, solve_gram
-from gemproj.__main__ import compile_loops
+from gemproj._selfcheck import check
 from gemproj.backends.numba import loops, search
 
-compile_loops()
+check()
 functions = [loops.sum_products, loops.write_combinations, loops.transpose, search._solve]
 before = [len(function.signatures) for function in functions]
 rng = np.random.default_rng(0)

@@ -29,6 +29,7 @@ from rich.progress import track
 import gemproj
 from asv_benchmarks.reports.tables import markdown, publish
 from gemproj import Exact, backends, combine, gram, project, solve_dual
+from gemproj._search import GRAM_RESOLVES
 from gemproj._tspace import Dual
 from gemproj.backends import portable
 from gemproj.backends.numba import installed
@@ -164,7 +165,7 @@ def searched(problems: list[Problem], search: Any) -> tuple[np.ndarray, np.ndarr
         np.array([np.broadcast_to(v, shape) for v in values]) for *values, shape in each
     )
     lower, rows = np.where(equality, -upper, margin), G / np.sqrt(metric)[:, None]
-    lam, status, *_ = search(Dual(False, 0.0, rows, g * np.sqrt(metric), h, lower, upper))
+    lam, status, *_ = search(Dual(0.0, 0.0, rows, g * np.sqrt(metric), h, lower, upper))
     void = ~G.any(axis=2) & np.where(equality, h != 0, h > 0) & np.isinf(upper)  # rows of norm zero
     lam = np.where(void.any(axis=1)[:, None], void * np.sign(h) * (void.cumsum(axis=1) == 1), lam)
     return lam, (status >= 16) | void.any(axis=1)
@@ -225,7 +226,7 @@ def cones(rng: np.random.Generator) -> Iterator[Verdict]:
         exact = np.stack(found)
         answers = {"project": project(G, g), "Exact on K and b": combine(G, g, Exact()(K, b))}
         for form, search in forms().items():
-            for source, given in (("K", (True, 0.0, K, b)), ("rows", (False, 0.0, G, g))):
+            for source, given in (("K", (GRAM_RESOLVES, 0.0, K, b)), ("rows", (0.0, 0.0, G, g))):
                 lam = search(Dual(*given))[0]
                 answers[f"search from {source}, {form}"] = g + np.einsum("nt,ntd->nd", lam, G)
         size = np.linalg.norm(g, axis=1)
