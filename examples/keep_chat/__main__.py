@@ -31,9 +31,13 @@ GPU = (
     "plain@0.1/all outputs:1@0.1/all promise:0.05@0.1/all"
 )
 LONG = "before plain outputs:1 promise:0.05 auto:0.05"
+MANY = "before plain outputs:1 " + " ".join(
+    f"promise:{tolerance}#{texts}" for texts in (32, 128, 512) for tolerance in (0.01, 0.05, 0.3)
+)
 METHODS = {
     "laptop": LAPTOP,
     "long": LONG,
+    "many": MANY,
     "gpu": GPU,
     "tiny": f"{LAPTOP} auto:0.05*3 promise:0.05#4 trainer:0.05",
 }
