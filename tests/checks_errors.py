@@ -43,7 +43,7 @@ def a_set_that_one_process_cannot_keep_stops_every_process():
         _, optimizer, keeper = start(promise, spread, **options)
         for text, data in (
             ("data holds no example", [] if odd else [(x, y)]),
-            ("leading dimension", [(x[odd:], y)]),
+            ("first dimension", [(x[odd:], y)]),
             ("is nan, so no promise about it is possible", [(x * float("nan") if odd else x, y)]),
         ):
             with expect(odd, ValueError, text):

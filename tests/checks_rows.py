@@ -34,6 +34,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
 
 import gemproj
 from gemproj.torch import Keeper, Promise
@@ -348,7 +349,7 @@ def held_out_examples_are_those_of_all_processes():
     x, y = share(task(0, 24), [18, 6])
     _, keeper = kept(DistributedDataParallel(net()), [], EACH, examples=5)
     keeper.keep([(x, y)], name="old", hold_out=0.5)
-    every = torch.cat(gathered(EACH(net(), keeper.sets["old"].held.examples).detach()))
+    every = torch.cat(gathered(EACH(net(), default_collate(keeper.sets["old"].held.examples)).detach()))
     line = keeper.report()["old"]
     mean, low, high = line.held_out
     assert line.kept

@@ -156,10 +156,10 @@ X, Y = task(0)
     ],
     ids=["set", "batches", "loader", "batches handed on", "loader of another kind"],
 )
-def test_tensors_are_kept_in_batches(data):
+def test_tensors_are_collated_by_torch(data):
     kept = keep(data, mean_loss, perceptron())
-    assert kept.collate is None
-    assert all(map(torch.equal, kept.examples, (X, Y)))
+    assert kept.collate is default_collate
+    assert all(map(torch.equal, every(kept), (X, Y)))
 
 
 def test_a_data_set_of_more_than_tensors_is_collated_by_torch():
@@ -216,19 +216,21 @@ NO_END = r"no length, and no end after 5 batches. Pass limit=, or .*itertools.is
         ({"x": X}, None, TypeError, r"one batch, of type dict. Pass \[batch\]"),
         (padded(texts()), padded, TypeError, "found one batch, of type dict"),
         (["a", "b"], None, TypeError, r"found a list of texts\. Pass collate="),
-        ([{"x": X[0], "y": Y[0]}], None, ValueError, r"\(\) in batch\['y'\]. Elements .* pass the data set"),
-        ([{"x": X[0, 0], "y": Y[0]}], None, ValueError, r"\(\) in batch\['x'\], \(\) in batch\['y'\]. Elements "),
-        ([{"ids": [1, 2], "y": 0}], None, TypeError, r"found int in batch\['ids'\]\[0\]. Elements .*DataLoader"),
-        ([{"text": ["a", "b"], "y": Y}], None, TypeError, r"found str in batch\['text'\]\[0\].*Leave out or convert"),
-        ([Trainer()], None, TypeError, "tensors only, in dicts, lists and tuples; found Trainer in batch"),
-        ([torch.eye(3).to_sparse()], None, TypeError, r"found torch\.sparse_coo: call to_dense"),
-        ([{"x": X, "z": Y[1:]}], None, ValueError, r"\(12, 6\) in batch\['x'\], \(11,\) in batch\['z'\]\.$"),
-        ([PACKED | {"max_length_q": 3}], None, TypeError, r"int in batch\['max_length_q'\].*pass the loader itself"),
-        ([PACKED], None, ValueError, r"\(3,\) in batch\['cu_seq_lens_q'\].*pass the loader itself"),
+        ([{"x": X[0], "y": Y[0]}], None, ValueError, r"\['y'\] Tensor \(\) .* Elements .* pass the data set"),
+        ([{"x": X[0, 0], "y": Y[0]}], None, ValueError, r"\['x'\] Tensor \(\) .*\['y'\] Tensor \(\)"),
+        ([{"ids": [1, 2], "y": 0}], None, ValueError, r"found \['ids'\] list of 2, \['y'\] int\..* Elements "),
+        ([{"text": ["a", "b"], "y": Y}], None, ValueError, r"\['text'\] list of 2, .*Leave out or convert"),
+        ([Trainer()], None, ValueError, "dense tensors, in dicts, lists and tuples, .*; found Trainer"),
+        ([torch.eye(3).to_sparse()], None, ValueError, r"found Tensor \(3, 3\) torch.float32 torch\.sparse_coo"),
+        ([{"x": X, "z": Y[1:]}], None, ValueError, r"\['x'\] Tensor \(12, 6\) .*\['z'\] Tensor \(11,\)"),
+        ([PACKED | {"max_length_q": 3}], None, ValueError, r"\['max_length_q'\] int.*packed.* the loader itself"),
+        ([PACKED], None, ValueError, r"\['cu_seq_lens_q'\] Tensor \(3,\) .*packed texts .* the loader itself"),
         ([{"x": X, "y": Y}, {"x": X[:, :5], "y": Y}], None, ValueError,
-         r"must be alike.*\(5,\).*pass the loader itself, whose collate_fn pads.*collate="),
-        ([{"x": X}, {"z": X}], None, ValueError, "must be alike.*another one .*'z'"),
-        (data_set(texts()), None, ValueError, r"default_collate cannot .*Pass collate="),
+         r"are alike.*\(5,\).*Pass collate=.*or the loader itself, whose collate_fn pads"),
+        ([{"x": X}, {"z": X}], None, ValueError, "are alike.*another one .*'z'"),
+        ([(X,), (X.float(),)], None, ValueError, "torch.float64.*, and another one with .*torch.float32"),
+        (data_set(texts()), None, ValueError, r"default_collate makes .*list of 3.*list of 7.* Pass collate="),
+        (data_set([{"x": None}]), None, ValueError, "tensors, numbers and strings; found .*NoneType"),
         (texts(), 7, TypeError, "collate must be a function of a list of examples; found int"),
         ([{"image": object()}], padded, TypeError, r"found builtins.object.*\(batch for batch in loader\)"),
         (DataLoader([{"image": object()}], collate_fn=padded), None, TypeError, "Convert it in the data set"),
@@ -261,14 +263,17 @@ def test_elements_that_look_like_batches_are_told_what_to_do():
     assert "Lists in them need collate=" in "".join(caught.value.__notes__)
 
 
-def test_a_set_is_of_one_kind_and_sets_may_differ():
+def test_examples_of_a_set_are_collated_together_and_sets_may_differ():
     keeper = begin(table, model=Reader())[2]
     keeper.keep(texts(), name="a", collate=padded)
     keeper.keep([{"other": torch.zeros(3, 2)}], name="b")
-    for name, data, collate in (("a", [padded(texts())], None), ("b", [{"other": torch.zeros(2)}], list)):
-        with pytest.raises(ValueError, match=r"one by one with a collate function; found both"):
-            keeper.keep(data, name=name, collate=collate)
+    with pytest.raises(ValueError, match=r"are alike.*list of 3.*list of 7"):
+        keeper.keep([padded(texts())], name="a")
+    with pytest.raises(KeyError, match="input_ids"):
+        keeper.keep(texts(), name="b", collate=padded)
     assert [len(one) for one in keeper.sets.values()] == [6, 3]
+    keeper.keep([torch.ones(2)], name="b", collate=lambda some: some)
+    assert len(keeper.sets["b"]) == 4
 
 
 # --- a limit, and no end --------------------------------------------------------------------------
@@ -292,7 +297,7 @@ SOURCES = {
     "data set": lambda: Counted(20),
     "batches": lambda: [torch.arange(20.0)[:, None][k : k + 3] for k in range(0, 20, 3)],
     "iterator": lambda: iter([torch.arange(20.0)[:, None]]),
-    "examples": lambda: PerExample(torch.arange(20.0)[:, None]),
+    "examples": lambda: list(torch.arange(20.0)[:, None]),
 }
 
 
@@ -314,10 +319,10 @@ def test_a_limit_is_a_uniform_sample(source):
 def test_of_a_data_set_only_the_chosen_examples_are_read():
     data = Counted(1000)
     kept = keep(data, lambda model, batch: model.table.sum() * batch.mean(), limit=7)
-    assert sorted(data.read) == sorted(kept.examples.flatten().tolist())
+    assert sorted(data.read) == sorted(map(float, kept.examples))
     assert len(set(data.read)) == 7
     fewer = keep(Counted(3), lambda model, batch: model.table.sum() * batch.mean(), limit=7)
-    assert fewer.examples.flatten().tolist() == [0.0, 1.0, 2.0]
+    assert list(map(float, fewer.examples)) == [0.0, 1.0, 2.0]
 
 
 class Longer(Endless):
@@ -386,7 +391,8 @@ def test_divergences_are_those_of_each_example_alone(kit, collate, top):
     expected, lengths = torch.cat(wanted), [len(one["input_ids"]) for one in kit.rows]
     promise, collate_fn = Promise(loss, tolerance=0.1), getattr(kit, collate)
     kept = keep(kit.rows, promise, kit.before, collate=collate_fn, microbatch=4)
-    assert isinstance(kept.outputs, PerExample)
+    stored = PerExample(kept.outputs)
+    assert kept.listed
     assert [len(tree_leaves(one)[0]) for one in kept.outputs] == lengths
     torch.testing.assert_close(kept.losses, torch.zeros(len(lengths), dtype=torch.float64))
     if top:  # of each token, log-probabilities and classes
@@ -395,10 +401,21 @@ def test_divergences_are_those_of_each_example_alone(kit, collate, top):
         batch, outputs = kept.fetch(at, "cpu")
         torch.testing.assert_close(loss(kit.now, batch, outputs), expected[at])
     for other in (kit.right, kit.left, kit.flat):
-        torch.testing.assert_close(loss(kit.now, other(kit.rows), kept.outputs), expected)
+        torch.testing.assert_close(loss(kit.now, other(kit.rows), stored), expected)
     if kit.logits is said:
         with pytest.raises(ValueError, match=r"stored for \[3, 7, .* positions .*now \[2, 7, "):
-            loss(kit.now, padded([*texts(lengths=[2]), *kit.rows[1:]]), kept.outputs)
+            loss(kit.now, padded([*texts(lengths=[2]), *kit.rows[1:]]), stored)
+
+
+def test_outputs_that_differ_in_shape_need_a_list():
+    class Said:
+        outputs = staticmethod(said)
+
+        def __call__(self, model, batch, outputs=None):
+            return (model(batch) - outputs).square().mean((1, 2))
+
+    with pytest.raises(ValueError, match=r"\(7, 5\).*\(5, 5\).*must return a PerExample"):
+        keep(texts(), Promise(Said(), examples=2), collate=padded)
 
 
 @pytest.mark.parametrize("shift", [False, True])

@@ -8,8 +8,10 @@ from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, 
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.data import default_collate  # noqa: E402
 
-from gemproj.torch import PerExample, Promise  # noqa: E402
+from gemproj.torch import Promise  # noqa: E402
+from gemproj.torch.data import divided  # noqa: E402
 from gemproj.torch.joint import SharedPasses  # noqa: E402
 from gemproj.torch.losses import CrossEntropy  # noqa: E402
 from gemproj.torch.memory import Draw, KeptSet  # noqa: E402
@@ -22,13 +24,13 @@ def seeded():
     torch.manual_seed(0)
 
 
-def sets_of(draw, t=3, n=4, collate=None):
+def sets_of(draw, t=3, n=4, collate=default_collate):
     """Make t kept sets of n examples, which are drawn with labels of three classes."""
     examples = [draw(n) for _ in range(t)]
-    if collate is None:
-        examples = [{"x": x, "y": torch.randint(3, (n,))} for x in examples]
+    if collate is default_collate:
+        examples = [divided({"x": x, "y": torch.randint(3, (n,))}) for x in examples]
     made = enumerate(examples)
-    return [KeptSet(k, Promise(), x, collate, None, torch.arange(n) + float(k)) for k, x in made]
+    return [KeptSet(k, Promise(), x, collate, [], torch.arange(n) + float(k)) for k, x in made]
 
 
 def vectors(*shape, dtype=torch.float64):
@@ -53,8 +55,7 @@ def packed(examples):
 
 def texts(collate=padded, least=2, most=9, t=3):
     lengths = iter(torch.randint(least, most, (100,)).tolist())
-    draw = lambda n: PerExample([torch.randint(1, 20, (next(lengths),)) for _ in range(n)])  # noqa: E731
-    return sets_of(draw, t, 3, collate)
+    return sets_of(lambda n: [torch.randint(1, 20, (next(lengths),)) for _ in range(n)], t, 3, collate)
 
 
 class Passes:
@@ -288,7 +289,7 @@ def test_no_pass_has_more_examples_than_the_microbatch(make, microbatch, passes,
 def test_stored_outputs_belong_to_their_rows_and_rounding_is_not_compared(dtype):
     model, sets = mlp(dtype=dtype), vectors(6, dtype=dtype)
     for kept in sets:
-        kept.outputs = SAID.outputs(model, kept.examples)
+        kept.outputs = list(SAID.outputs(model, default_collate(kept.examples)))
     joint = Passes(model, SAID)
     joint(sets)
     assert "losses are zero" in joint.joint.reason
@@ -315,7 +316,7 @@ class TimeFirst(nn.Module):
 def test_rows_that_are_rounding_at_first_are_compared_later():
     model, sets = TimeFirst(), vectors(12, 6)
     for kept in sets:
-        kept.outputs = SAID.outputs(model, kept.examples)
+        kept.outputs = list(SAID.outputs(model, default_collate(kept.examples)))
     alone, joint = Passes(model, SAID, shared=False), Passes(model, SAID)
     joint(sets)
     with torch.no_grad():

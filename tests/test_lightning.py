@@ -31,7 +31,7 @@ def test_batches_are_converted_as_for_training(promised, tmp_path):
     for k in range(2):
         driver.train(batches(k, dtype=torch.float32), precision="64-true")
         driver.keep(batches(k, dtype=torch.float32))
-    kept = next(leaf for leaf in tree_leaves(driver.keeper.sets[0].examples) if leaf.ndim == 2)
+    kept = next(leaf for leaf in tree_leaves(driver.keeper.sets[0].examples[0]) if leaf.ndim == 1)
     assert kept.dtype == torch.float32
     assert driver.keeper.rows.G.dtype == torch.float64
 
@@ -57,7 +57,8 @@ def test_batches_are_changed_by_hooks_as_for_training(of, hook, tmp_path):
     else:
         driver.trainer().fit(driver.module, datamodule=owner)
     kept = driver.keeper.sets["a"]
-    torch.testing.assert_close(kept.outputs, SAID.outputs(before, {"x": 2 * kept.examples["x"]}))
+    batch, outputs = kept.fetch(list(range(len(kept))), None)
+    torch.testing.assert_close(outputs, SAID.outputs(before, {"x": 2 * batch["x"]}))
     assert float(driver.keeper.last.losses.abs().max()) < 1e-6  # of the same batch, changed once
 
 

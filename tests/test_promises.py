@@ -32,6 +32,7 @@ from models import (  # noqa: E402
     through_a_file,
     unlearn,
 )
+from torch.utils.data import default_collate  # noqa: E402
 
 from gemproj import project  # noqa: E402
 from gemproj._tspace import Gram  # noqa: E402
@@ -252,7 +253,7 @@ def test_rows_are_the_means_of_drawn_examples():
         at = [kept.draw(random) for kept in same.values()]
         drawn.update(at[0])
         pairs = zip(at, same.values(), strict=True)
-        G = rows(model, [tuple(leaf[k] for leaf in kept.examples) for k, kept in pairs])
+        G = rows(model, [default_collate([kept.examples[i] for i in k]) for k, kept in pairs])
         _, step = take(model, optimizer, rival(batch))
         torch.testing.assert_close(keeper.rows.G, G)
         assert cosines(G, step).min() > -1e-9

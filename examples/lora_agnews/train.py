@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from gemproj.torch import Keeper, Promise
 
@@ -40,7 +41,7 @@ def learn(
             optimizer.step()  # projected, if there is a keeper
         if keeper and method.policy == "reservoir":  # the keeper itself takes a uniform sample
             keeper.keep([task], name=k, limit=config.per_task)
-            memory.tasks[k] = keeper.sets[k].examples
+            memory.tasks[k] = default_collate(keeper.sets[k].examples)
             continue
         memory.add(task, k)
         if keeper:

@@ -13,6 +13,7 @@ from examples.lora_agnews.record import Recorder
 from gemproj import project
 from gemproj.torch import Keeper, Promise
 from gemproj.torch import rows as gradients
+from gemproj.torch.data import leaves_of
 from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.step import On
 
@@ -171,8 +172,8 @@ class Projected(Learner):
     @property
     def nbytes(self) -> int:
         """The bytes of the kept examples and of their outputs."""
-        found = [(*kept.examples.values(), kept.outputs) for kept in self.keeper.sets.values()]
-        return sum(tensor.nbytes for tensors in found for tensor in tensors if tensor is not None)
+        found = [(kept.examples, kept.outputs) for kept in self.keeper.sets.values()]
+        return sum(tensor.nbytes for tensor in leaves_of(found, Tensor))
 
 
 class Reference(Learner):

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from gemproj._warn import warn
 from gemproj.integrations.accelerate import AcceleratedKeeper, read
-from gemproj.torch.data import Collate, leaves_of, moved, take
+from gemproj.torch.data import Collate, leaves_of, moved
 from gemproj.torch.keeper import CallbackBase, alike
 from gemproj.torch.losses import Distillation
 from gemproj.torch.memory import KeptSet
@@ -341,8 +341,8 @@ def _begins(whole: KeptSet, kept: KeptSet) -> bool:
     """Return whether a set begins with the examples of another one, by some of them."""
     if len(whole) < len(kept):
         return False
-    some = range(min(len(kept), _COMPARED))
-    leaves, others = (leaves_of(moved(take(one.examples, some), "cpu")) for one in (whole, kept))
+    some = min(len(kept), _COMPARED)
+    leaves, others = (leaves_of(moved(one.examples[:some], "cpu")) for one in (whole, kept))
     return len(leaves) == len(others) and all(map(alike, leaves, others))
 
 

@@ -1,7 +1,7 @@
-"""Data as users have it (loaders, data sets, batches), read as examples that can be taken and joined.
+"""Data as users have it (loaders, data sets, batches), read as examples.
 
-Examples are held in one of two forms: as a nesting of tensors (n, ...), a *batch*; or as a `PerExample`, a
-list with one element per example, of which a collate function makes a batch.
+Kept examples are a list with one element per example. A collate function makes batches of them: the
+caller's, the loader's, or torch's `default_collate`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import copy
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from gemproj._warn import warn
@@ -28,6 +29,10 @@ Field = Hashable | Callable[[Batch], Tensor]  # a key of a batch, or a function 
 # Data without a length may have no end: the time after which that is said, the maximum number of batches that
 # are kept, and with a limit the maximum number of examples for each one that is kept.
 _PATIENCE, _MOST_BATCHES, _MOST_FOR_ONE = 5.0, 100_000, 1_000
+_COLLATE = (
+    "Pass collate=, a function of a list of examples, such as the data collator of training; or the loader "
+    "itself, whose collate_fn pads them."
+)
 # Number of examples that are read at a time from a data set.
 _SOME = 64
 # Hugging Face data sets, which are not subclasses of torch's data sets.
@@ -49,8 +54,8 @@ class PerExample(list[Any]):
 
 def read(
     data: Any, collate: Collate | None, limit: int | None, random: torch.Generator
-) -> tuple[Batch, Collate | None]:
-    """Return the examples of `data` in one of the two forms, and the collate function of a `PerExample`.
+) -> tuple[list[Any], Collate]:
+    """Return copies of the examples of `data`, and the function that makes a batch of some of them.
 
     With a limit, a uniform sample of so many examples is returned (reservoir sampling, Vitter, 1985; from a
     data set with a length, only the chosen examples are read).
@@ -59,124 +64,97 @@ def read(
     if limit is not None and _is_indexed(data) and len(data) > limit:
         chosen = torch.randperm(len(data), generator=random, device="cpu")[:limit].tolist()
         data = torch.utils.data.Subset(data, chosen)
-    chunks, collate = _chunks(data, collate)
-    chunks = _ending(chunks, data, limit)
+    lists, collate = _lists(data, collate)
+    lists = _ending(lists, data, limit)
     if limit is None:
-        found = [owned(chunk) for chunk in chunks if count(chunk)]
+        found = [one for some in lists for one in owned(some)]
     else:
-        found = _sampled(chunks, limit, random)
+        found = _sampled(itertools.chain.from_iterable(lists), limit, random)
     if not found:
         raise ValueError("data holds no example. An iterator can be read only once: pass the loader itself.")
-    return join(found), collate
+    return found, collate
 
 
-def _sampled(chunks: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
-    """Return `limit` examples, one by one, each with the same probability."""
+def _sampled(examples: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
+    """Return copies of `limit` examples, each with the same probability."""
 
     def draw(n: int) -> int:
         return int(torch.randint(n, (), generator=random, device="cpu"))
 
     kept: list[Any] = []
-    for seen, (chunk, k) in enumerate((some, k) for some in map(owned, chunks) for k in range(count(some))):
+    for seen, one in enumerate(examples):
         if seen < limit:
-            kept.append(take(chunk, [k]))
+            kept += owned([one])
         elif draw(seen + 1) < limit:
-            kept[draw(limit)] = take(chunk, [k])
+            kept[draw(limit)] = owned([one])[0]
     return kept
 
 
-def _chunks(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
-    """Return an iterator over batches and None, or over lists of examples and a collate function."""
+def _lists(data: Any, collate: Collate | None) -> tuple[Iterator[list[Any]], Collate]:
+    """Return an iterator over lists of examples, and a collate function."""
+    elements = data
     if isinstance(data, DataLoader):
-        return _from_loader(data, collate)
-    if collate is not None:
-        return _lists(data), collate
-    if _is_indexed(data) or _is_kind(data, _SETS):
-        return _from_set(data)
-    return iter(data), None
+        # A copy, because iterating over a loader with persistent workers would end a running epoch.
+        elements = loader = _copied_loader(data)
+        if loader.batch_sampler is not None and (collate is not None or _iterates_as_torch(loader)):
+            return _of_loader(loader, collate)
+    if collate is None and not (_is_indexed(data) or _is_kind(data, _SETS)):
+        return map(divided, elements), default_collate
+    elements = (data[i] for i in range(len(data))) if _is_indexed(data) else iter(elements)
+    return iter(lambda: list(itertools.islice(elements, _SOME)), []), collate or default_collate
 
 
-def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
-    """Read examples if `collate` is given or the loader has its own collate function, otherwise batches."""
-    if getattr(loader, "persistent_workers", False):
-        loader = _apart(loader)
-    given, own = collate is not None, loader.collate_fn
-    if loader.batch_sampler is None:
-        return (_lists(loader), collate) if given else (iter(loader), None)
+def _iterates_as_torch(loader: Any) -> bool:
+    """Return whether the batches of a loader are those of its data set, order and collate function."""
     kind = type(loader).__iter__.__qualname__
-    as_torch = kind in _ITERATED
     if kind == "DataLoaderDispatcher.__iter__":  # for streams; process 0 reads for all processes
-        as_torch = loader.state.num_processes == 1  # type: ignore[attr-defined]
-    if not given and (own is default_collate or not as_torch):
-        return iter(loader), None
-    streamed = isinstance(loader.dataset, IterableDataset)
-    how = ["batch_size", "drop_last"] if streamed else ["batch_sampler"]
-    how += ["num_workers", "worker_init_fn", "multiprocessing_context", "timeout", "generator"]
-    options: dict[str, Any] = {name: getattr(loader, name) for name in how}
+        return bool(loader.state.num_processes == 1)
+    return kind in _ITERATED
+
+
+def _of_loader(loader: Any, collate: Collate | None) -> tuple[Iterator[list[Any]], Collate]:
+    """Read the examples of a copied loader in its order, with its workers."""
     kinds = getattr(loader, "rng_types", None)
     if kinds is not None:  # an Accelerate loader: all processes draw the same order, and each takes a part
         from accelerate.utils import synchronize_rng_states
 
-        synchronize_rng_states(kinds, loader.synchronized_generator)  # type: ignore[attr-defined]
-    lists = map(PerExample, DataLoader(loader.dataset, collate_fn=list, **options))
-    first = next(lists, None)
-    if first is None:
-        return iter(()), None
-    probe = [] if given else list(owned(PerExample(first[:1])))  # a collate function may modify its input
-    if probe and own(probe[:]) is probe[0]:  # the elements of the data set are batches
-        return itertools.chain(first, *lists), None
-    return itertools.chain([first], lists), collate if given else own
+        synchronize_rng_states(kinds, loader.synchronized_generator)
+    plain, own = getattr(loader, "base_dataloader", loader), loader.collate_fn
+    plain.collate_fn, plain.pin_memory = list, False
+    lists: Iterator[list[Any]] = DataLoader.__iter__(plain)
+    if collate is not None or own is default_collate:
+        return lists, collate or own
+    first: list[Any] = next(lists, [])
+    probe = owned(first[:1])  # a collate function may modify its input
+    lists = itertools.chain([first], lists)
+    if probe and own(list(probe)) is probe[0]:  # the elements of the data set are batches
+        return map(divided, itertools.chain.from_iterable(lists)), default_collate
+    return lists, own
 
 
-def _apart(loader: Any) -> Any:
-    """Copy a loader with persistent workers, because iterating over the loader would end a running epoch."""
+def _copied_loader(loader: Any) -> Any:
     other = object.__new__(type(loader))  # copy.copy of an Accelerate loader returns a torch loader
     other.__dict__.update(loader.__dict__, _iterator=None)
     if hasattr(loader, "base_dataloader"):
-        other.__dict__["base_dataloader"] = _apart(loader.base_dataloader)
+        other.__dict__["base_dataloader"] = _copied_loader(loader.base_dataloader)
     return other
 
 
-def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
-    """Read a data set with torch's `default_collate`: collate now if tensors result, otherwise at draws."""
-    first = next(lists := _lists(data), None)
-    if first is None:
-        return lists, None
-    lists = itertools.chain([first], lists)
-    try:
-        tensors_of(default_collate(first))
-    except (RuntimeError, KeyError) as error:
-        raise ValueError(
-            "torch's default_collate cannot make a batch of the examples of the data set. Pass collate=, a "
-            "function of a list of examples, such as the data collator of training; or a DataLoader "
-            "with such a function."
-        ) from error
-    except TypeError:  # raised for text, for example
-        return lists, default_collate
-    return map(default_collate, lists), None
-
-
-def _lists(data: Any) -> Iterator[PerExample]:
-    """Return an iterator over lists of at most `_SOME` elements of a data set or of an iterable."""
-    elements = (data[i] for i in range(len(data))) if _is_indexed(data) else iter(data)
-    return iter(lambda: PerExample(itertools.islice(elements, _SOME)), [])
-
-
-def _ending(chunks: Iterator[Any], data: Any, limit: int | None) -> Iterator[Any]:
-    """Yield chunks; of those beyond the length of data, if any, which may have no end, at most a maximum."""
+def _ending(lists: Iterator[list[Any]], data: Any, limit: int | None) -> Iterator[list[Any]]:
+    """Yield lists; of those beyond the length of data, if any, which may have no end, at most a maximum."""
     told = "has no length"
     if _has_length(data):
-        yield from itertools.islice(chunks, len(data))
+        yield from itertools.islice(lists, len(data))
         told = "goes on after its length"
     start, read = time.monotonic(), 0
-    for number, chunk in enumerate(chunks):
+    for number, some in enumerate(lists):
         if limit is None and number == _MOST_BATCHES:
             raise ValueError(
                 f"data {told}, and no end after {_MOST_BATCHES:,} batches. Pass limit=, or a limited "
                 "number: itertools.islice(batches, n)."
             )
-        yield chunk
-        read += count(chunk)
+        yield some
+        read += len(some)
         if limit is not None and read >= _MOST_FOR_ONE * limit:
             return
         if time.monotonic() - start > _PATIENCE:
@@ -276,113 +254,50 @@ def moved(batch: Batch, device: Any) -> Batch:
     return map_nested(move, batch, movable)
 
 
-def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch; raise unless all leaves are tensors with the same first dimension."""
-    leaves = tree_flatten(_ordered(batch))[0]
-    for i, leaf in enumerate(leaves):
+def divided(batch: Batch) -> list[Any]:
+    """Return the examples of a batch, as views; raise unless it is a nesting of tensors (n, ...)."""
+    batch = map_nested(lambda leaf: leaf, batch)  # mappings become dicts
+    leaves, nesting = tree_flatten(batch)
+    dense = all(isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.ndim for leaf in leaves)
+    if not dense or len({len(leaf) for leaf in leaves}) != 1:
+        raise ValueError(
+            "A batch must hold dense tensors, in dicts, lists and tuples, with the same first dimension, "
+            f"that of the examples; found {kind_of(batch)}. Leave out or convert other values. Elements of a "
+            "data set and packed texts are no batches: pass the data set, the loader itself, or collate=."
+        )
+    return [tree_unflatten(one, nesting) for one in zip(*(leaf.unbind() for leaf in leaves), strict=True)]
+
+
+def check_alike(examples: list[Any], remedy: str = _COLLATE) -> None:
+    """Raise unless torch's `default_collate` makes a batch of any of the examples."""
+    kinds = list(dict.fromkeys(map(kind_of, examples)))
+    with suppress(TypeError):
+        if len(kinds) == 1:
+            default_collate(examples[:1])
+            return
+    raise ValueError(
+        "torch's default_collate makes batches of examples that are alike, and hold tensors, numbers and "
+        f"strings; found {', and another one with '.join(kinds[:2])}. {remedy}"
+    )
+
+
+def kind_of(example: Any) -> str:
+    """Return the structure of an example, with shapes and dtypes."""
+
+    def kind(leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
-            where = _place(batch, i)
-            raise TypeError(
-                "A batch must hold tensors only, in dicts, lists and tuples; found "
-                f"{type(leaf).__name__} in {where}.{_remedy(where)} Leave out or convert other values."
-            )
-        if leaf.layout != torch.strided:
-            raise TypeError(f"A batch must hold dense tensors; found {leaf.layout}: call to_dense() first.")
-    sizes = {leaf.shape[:1] for leaf in leaves}
-    if len(sizes) != 1 or torch.Size() in sizes:
-        shapes = [f"{tuple(leaf.shape)} in {_place(batch, i)}" for i, leaf in enumerate(leaves)]
-        found = ", ".join(shapes) or "no tensor"
-        raise ValueError(
-            "All tensors of a batch need the same leading dimension, that of the examples; found "
-            f"{found}.{_remedy(found, element=torch.Size() in sizes)}"
-        )
-    return leaves
+            return f"list of {len(leaf)}" if isinstance(leaf, list) else type(leaf).__name__
+        layout = "" if leaf.layout == torch.strided else f" {leaf.layout}"
+        return f"Tensor {tuple(leaf.shape)} {leaf.dtype}{layout}"
+
+    leaves, _ = tree_flatten_with_path(example, is_leaf=_is_plain_list)
+    return ", ".join(sorted(f"{keystr(path)} {kind(leaf)}".strip() for path, leaf in leaves))
 
 
-def _place(batch: Batch, i: int) -> str:
-    """Return the path of leaf i of a batch, such as ``batch['input_ids']``."""
-    path, _ = tree_flatten_with_path(_ordered(batch))[0][i]
-    return "batch" + keystr(path)
-
-
-def _remedy(found: str, element: bool = True) -> str:
-    if any(name in found for name in ("max_length", "cu_seq", "seq_idx")):
-        return (
-            " A packed or padding-free batch is not divided into examples: pass the loader itself, whose "
-            "data set has examples, or the data set with collate=."
-        )
-    if not element:
-        return ""
-    return " Elements of a data set are not batches: pass the data set, a DataLoader of it, or collate=."
-
-
-def _ordered(batch: Batch) -> Batch:
-    """Return mappings, including a tokenizer's BatchEncoding, as dicts with sorted keys."""
-    if isinstance(batch, Mapping):
-        return {key: _ordered(batch[key]) for key in sorted(batch, key=str)}
-    return type(batch)(map(_ordered, batch)) if type(batch) in (list, tuple) else batch
-
-
-def count(examples: Any) -> int:
-    """Return the number of examples in either form."""
-    return len(examples) if isinstance(examples, PerExample) else len(tensors_of(examples)[0])
-
-
-def take(examples: Any, at: Sequence[int]) -> Any:
-    """Return copies of the examples with indices `at`, in the same form."""
-    if isinstance(examples, PerExample):
-        return PerExample(examples[i] for i in at)
-    where = torch.from_numpy(np.array(at, dtype=np.int64))  # faster than torch.tensor
-    return tree_map(lambda leaf: leaf.index_select(0, where.to(leaf.device)), examples)
-
-
-def join(parts: Sequence[Any]) -> Any:
-    """Concatenate examples in one form; raise if they differ in form, structure, shape or dtype."""
-    if all(isinstance(part, PerExample) for part in parts):
-        return concatenated(parts)
-    kinds = [None if isinstance(part, PerExample) else _kind(part) for part in parts]
-    other = next((k for k, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is not None:
-        if None in (kinds[0], kinds[other]):
-            raise ValueError(
-                "The examples of a set are kept in batches of tensors, or one by one with a collate "
-                "function; found both. Pass collate= in every call, or in none, or use another name."
-            )
-        raise ValueError(
-            f"Examples of a set must be alike. One batch has {kinds[0]}, another one {kinds[other]}. For "
-            "examples that differ in length pass the loader itself, whose collate_fn pads them, or a data "
-            "set or list of examples with collate=: they are then kept unchanged."
-        )
-    return concatenated(parts)
-
-
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Concatenate examples in one form, which are alike up to their shapes."""
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], PerExample):
-        return PerExample(itertools.chain(*parts))
-
-    def joined(*leaves: Tensor) -> Tensor:
-        if any(leaf.dtype != leaves[0].dtype for leaf in leaves):
-            raise ValueError("examples differ in dtype")
-        return torch.cat([leaf.to(leaves[0].device) for leaf in leaves])
-
-    return tree_map(joined, *parts)
-
-
-def _kind(batch: Batch) -> str:
-    """Return the structure of a batch, with the shapes and dtypes of its examples."""
-    return str(map_nested(lambda leaf: (tuple(leaf.shape[1:]), str(leaf.dtype)), _ordered(batch)))
-
-
-def owned(examples: Any) -> Any:
-    """Return a copy of examples that later changes do not reach; raise for types that cannot be stored."""
+def owned(examples: Iterable[Any]) -> list[Any]:
+    """Return copies of examples that later changes do not reach; raise for types that cannot be stored."""
     with torch.inference_mode(False):  # inference tensors cannot be used in training
-        if isinstance(examples, PerExample):
-            return PerExample(map_nested(_copied, one, _is_plain_list) for one in examples)
-        tensors_of(examples)  # raises unless it is a batch
-        return map_nested(lambda leaf: leaf.detach().clone(), examples)
+        return [map_nested(_copied, one, _is_plain_list) for one in examples]
 
 
 def _is_plain_list(value: Any) -> bool:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vjp, vmap
+from torch.utils.data import default_collate
 
-from gemproj.torch.data import leaves_of, map_nested
+from gemproj.torch.data import kind_of, leaves_of, map_nested
 from gemproj.torch.memory import Draw, fetched
 from gemproj.torch.promise import call_loss
 
@@ -87,8 +88,11 @@ class SharedPasses:
 
 
 def _kind(draw: Draw) -> Hashable:
-    """Return what rows of a pass have in common: loss, collate function, number of examples and weight."""
-    return id(draw.kept.promise.loss), id(draw.kept.collate), len(draw.at), draw.weight
+    """Return what rows of a pass have in common: loss, collation, number of examples and weight."""
+    kept = draw.kept
+    # Torch's collate function would leave out what the first example lacks.
+    alike = kind_of(kept.examples[0]) if kept.collate is default_collate else id(kept.collate)
+    return id(kept.promise.loss), alike, kept.listed, len(draw.at), draw.weight
 
 
 def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int) -> Plan:

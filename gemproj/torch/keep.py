@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from gemproj._arrays import wide_dtype
 from gemproj._warn import warn
-from gemproj.torch.data import PerExample, join, leaves_of, moved, take
+from gemproj.torch.data import PerExample, divided, leaves_of, moved, owned
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, call_loss, explain
@@ -45,6 +45,7 @@ def examine(
     promise = kept.promise
     topology, outputs = vector.topology, getattr(loss, "outputs", None)
     with topology.agreement({}), torch.random.fork_rng(devices=[]):  # a collate function may draw numbers
+        kept.check()
         numbers = _labelled(kept, loss)
         if outputs is not None or promise.allowed is not None:
             _check_collate(kept)
@@ -61,7 +62,9 @@ def examine(
                 explain(error, batch)
                 raise
         if stored is not None:  # None also with a teacher
-            found.append(moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device))
+            kept.listed = isinstance(stored, PerExample)
+            apart = moved(stored, "cpu" if _on_cpu(kept) else vector.device)
+            found.extend(owned(apart if kept.listed else divided(apart))[:weight])
         first = first and not topology.collective
         with torch.set_grad_enabled(first):
             value = call_loss(loss, model, batch, len(at), stored)
@@ -71,7 +74,8 @@ def examine(
                 "model, or runs under torch.no_grad() or detach()."
             )
         if first:
-            _warn_of_others(kept, at, value.detach(), loss, model, vector, stored)
+            two = None if stored is None else moved(kept.given(found[:2]), vector.device)
+            _warn_of_others(kept, at, value.detach(), loss, model, vector, two)
         return value
 
     kept.losses, means = _losses(model, vector, kept, microbatch, look)
@@ -85,9 +89,9 @@ def examine(
                 "time."
             )
         _check_finite(kept, numbers, loss, model, vector)
-        if found:
-            kept.outputs = join(found)
-        if isinstance(kept.outputs, PerExample):  # without a position that counts
+        kept.outputs = found
+        kept.check()
+        if kept.listed:  # without a position that counts
             full = [k for k, one in enumerate(kept.outputs) if any(leaf.numel() for leaf in tree_leaves(one))]
             _leave_out(kept, full, numbers)
 
@@ -196,14 +200,12 @@ def _leave_out(kept: KeptSet, some: list[int], numbers: list[int]) -> None:
         f"{len(gone)} of {n} examples of {kept.name!r} have no label and are left out: number "
         f"{', '.join(map(str, gone[:10]))}{', ...' if len(gone) > 10 else ''}. {_NO_LABEL}"
     )
-    kept.examples, kept.losses = take(kept.examples, some), kept.losses[some]
-    kept.outputs = None if kept.outputs is None else take(kept.outputs, some)
+    part = kept.part(some)
+    kept.examples, kept.losses, kept.outputs = part.examples, part.losses, part.outputs
 
 
 def _check_collate(kept: KeptSet) -> None:
     """Raise if collation is random although outputs or losses are stored."""
-    if kept.collate is None:
-        return
     some = list(range(min(_FETCHED, len(kept))))
     first, again = (leaves_of(kept.fetch(some, None)[0], Tensor) for _ in range(2))
     with suppress(RuntimeError):  # of tensors that cannot be compared
@@ -223,7 +225,7 @@ def _check_finite(
     wrong = (~kept.losses.isfinite()).nonzero().flatten().tolist()
     if not wrong:
         return
-    if not vector.topology.collective and kept.outputs is None:  # a mean does not tell of which example
+    if not vector.topology.collective and not kept.outputs:  # a mean does not tell of which example
         with suppress(Exception), evaluating(model, vector.device), torch.no_grad():
             single = [call_loss(loss, model, kept.fetch([k], vector.device)[0], 1) for k in wrong]
             wrong = [k for k, one in zip(wrong, single, strict=True) if not one.isfinite()] or wrong
@@ -242,14 +244,17 @@ def _warn_of_others(
     loss: Loss,
     model: torch.nn.Module,
     vector: ParameterVector,
-    stored: Any,
+    outputs: Any,
 ) -> None:
-    """Warn if the loss of an example depends on the other examples of its batch, which change."""
+    """Warn if the loss of an example depends on the other examples of its batch, which change.
+
+    `outputs` are the stored ones of the first two examples.
+    """
     if kept.promise.allowed is None or kept.promise.examples is None or among_more.ndim == 0 or len(at) < 3:
         return
-    batch, two = kept.fetch(at[:2], vector.device)[0], range(2)
+    batch, _ = kept.fetch(at[:2], vector.device)
     with torch.no_grad():
-        alone = call_loss(loss, model, batch, 2, None if stored is None else take(stored, two))
+        alone = call_loss(loss, model, batch, 2, outputs)
     apart = float((alone - among_more[:2]).abs().max())
     if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
         warn(
@@ -268,5 +273,4 @@ def _of_one(outputs: Any, n: int) -> Any:
 
 
 def _on_cpu(kept: KeptSet) -> bool:
-    some = kept.examples[0] if isinstance(kept.examples, PerExample) else kept.examples
-    return all(leaf.device.type == "cpu" for leaf in leaves_of(some, Tensor))
+    return all(leaf.device.type == "cpu" for leaf in leaves_of(kept.examples[0], Tensor))

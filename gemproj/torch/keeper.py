@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from gemproj._checks import check_count
 from gemproj._warn import warn
 from gemproj.methods import AnyMethod, as_method
-from gemproj.torch.data import Collate, count, read
+from gemproj.torch.data import Collate, read
 from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
 from gemproj.torch.keep import examine, scored, undisturbed
@@ -71,7 +72,7 @@ class KeeperBase:
         self.history = History()
         self._random = torch.Generator().manual_seed(0)
         self._forecast = Forecast()
-        self._collate: Collate | None = None  # for sets of a state that were kept one by one
+        self._collate: Collate | None = None  # for sets of a state
         self._pending: list[Any] = []  # arguments of `keep`, for the training that begins next
         self._model: torch.nn.Module | None = None
         self._scaler: Any = None
@@ -120,17 +121,16 @@ class KeeperBase:
         Parameters
         ----------
         data : DataLoader, Dataset or iterable of batches
-            Read to the end, and all of it is kept. With `collate`, or for a loader with a custom
-            ``collate_fn``, single examples are kept, which may differ in length. Otherwise, batches of
-            tensors.
+            Read to the end, and all of it is kept, example by example; batches of tensors are divided.
+            Examples may differ in length if a collate function pads them.
         promise : Promise, loss or float, optional
             By default the promise of this set from an earlier call, or else the keeper's. A loss alone, or a
             tolerance alone, takes its other options.
         name : hashable, optional
             Name of the set; a known name adds to that set. By default the first unused integer.
         collate : callable, optional
-            Function that makes a batch from a list of examples, if `data` holds examples; by default the
-            loader's. Random masking is not allowed if outputs or losses are stored: they fit only one mask.
+            Function that makes a batch from a list of examples; by default the loader's, or torch's. Random
+            masking is not allowed if outputs or losses are stored: they fit only one mask.
         limit : int, optional
             Keep a uniform sample of at most so many examples. Of data without a length, at most a thousand
             times as many are read.
@@ -166,8 +166,8 @@ class KeeperBase:
                 with vector.topology.agreement(facts), undisturbed(data):
                     data, collate = self._prepared(data, collate)
                     examples, collate = read(data, collate, limit, self._random)
-                losses = torch.zeros(count(examples), dtype=torch.float64)
-                kept = KeptSet(name, chosen, examples, collate, None, losses, adapters(inner))
+                losses = torch.zeros(len(examples), dtype=torch.float64)
+                kept = KeptSet(name, chosen, examples, collate, [], losses, adapters(inner))
                 kept.own = promise is not None or (known is not None and known.own)
                 examine(kept, inner, vector, loss, self._microbatch)
             with vector.topology.agreement({}):
@@ -284,9 +284,10 @@ class KeeperBase:
                     f"The set {name!r} had a promise of its own, which is not in a state. Before loading "
                     f"call keep(..., name={name!r}) as the saved training did."
                 )
-            listed = "examples" in one["listed"]  # of which a collate function makes batches
-            collate = (self._collate if known is None else known.collate) if listed else None
-            if listed and collate is None:
+            collate = self._collate if known is None else known.collate
+            if not one["collated"]:
+                collate = default_collate
+            elif collate in (None, default_collate):
                 raise ValueError(
                     f"The examples of {name!r} were kept with a collate function, which is not in a state. "
                     f"Before loading call keep(..., name={name!r}) as the saved training did."

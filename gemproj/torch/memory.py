@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
-from gemproj.torch.data import Batch, Collate, PerExample, concatenated, count, join, moved, owned, take
+from gemproj.torch.data import Batch, Collate, PerExample, check_alike, moved, owned
 from gemproj.torch.promise import Loss, Promise
+
+# What a state has of a set.
+_STORED = ("name", "examples", "outputs", "losses", "adapter", "own", "listed", "queue")
 
 
 @dataclass(repr=False)
@@ -21,18 +25,20 @@ class KeptSet:
     ----------
     name, promise
         Its name, and the promise about it.
-    examples : batch or PerExample
-        The examples, in one of the two forms of `gemproj.torch.data`.
-    collate : callable or None
-        Function that makes a batch of a list of examples; None if they are a batch.
-    outputs : batch or PerExample, or None
-        Outputs of the model, if the loss has a method `outputs`.
+    examples : list
+        The examples.
+    collate : callable
+        Function that makes a batch of a list of examples.
+    outputs : list
+        Output of the model for each example, if the loss has a method `outputs`; else empty.
     losses : Tensor, shape (n,), float64
         The loss of each example; for a loss that is a mean, the mean of the batch in which it was computed.
     adapter : str
         The adapters of peft that were active.
     own : bool
         Whether the promise is the set's own, not the keeper's.
+    listed : bool
+        Whether the loss takes a list of outputs, not a batch of them.
     queue : list of int
         Indices of the examples that have not been drawn since all were.
     held : KeptSet or None
@@ -41,12 +47,13 @@ class KeptSet:
 
     name: Hashable
     promise: Promise
-    examples: Any
-    collate: Collate | None
-    outputs: Any
+    examples: list[Any]
+    collate: Collate
+    outputs: list[Any]
     losses: Tensor
     adapter: str = ""
     own: bool = False
+    listed: bool = False
     queue: list[int] = field(default_factory=list)
     held: KeptSet | None = None
 
@@ -63,26 +70,35 @@ class KeptSet:
                 f"The examples of {self.name!r} were kept with adapter {self.adapter!r}, and "
                 f"{more.adapter!r} is active. Use another name."
             )
-        if (self.outputs is None) != (more.outputs is None):
-            had = "without" if self.outputs is None else "with"
+        if (not self.outputs, self.listed) != (not more.outputs, more.listed):
             raise ValueError(
-                f"The examples of {self.name!r} were kept {had} outputs of the model, and the loss of this "
-                "promise is another one. Use another name."
+                f"The examples of {self.name!r} were kept without outputs of the model, or with outputs in "
+                "another form than that of this loss. Use another name."
             )
-        return replace(
+        whole = replace(
             more,
-            examples=join([self.examples, more.examples]),
-            outputs=None if self.outputs is None else join([self.outputs, more.outputs]),
+            examples=self.examples + more.examples,
+            outputs=self.outputs + more.outputs,
             losses=torch.cat([self.losses, more.losses]),
             held=self.held.joined(more.held) if self.held and more.held else self.held or more.held,
         )
+        whole.check()
+        return whole
+
+    def check(self) -> None:
+        """Raise unless a batch can be made of any examples, as far as that can be seen."""
+        if self.outputs and not self.listed:
+            check_alike(self.outputs, "Of outputs that differ, loss.outputs must return a PerExample.")
+        if self.collate is default_collate:
+            check_alike(self.examples)
+        else:  # of a set that has grown, old and new examples
+            with torch.random.fork_rng(devices=[]):  # a collate function may draw numbers
+                self.fetch([0, len(self) - 1], None)
 
     def part(self, at: list[int]) -> KeptSet:
         """Return a set of some of the examples."""
-        outputs = None if self.outputs is None else take(self.outputs, at)
-        return replace(
-            self, examples=take(self.examples, at), outputs=outputs, losses=self.losses[at], queue=[]
-        )
+        examples, outputs = ([one[i] for i in at] if one else [] for one in (self.examples, self.outputs))
+        return replace(self, examples=examples, outputs=outputs, losses=self.losses[at], queue=[])
 
     def draw(self, random: torch.Generator) -> list[int]:
         """Draw the examples of one step: none is drawn again before all have been drawn."""
@@ -101,36 +117,36 @@ class KeptSet:
         """Return some examples as a batch on a device, and their stored outputs or None."""
         return fetched([(self, at)], device)
 
+    def given(self, outputs: list[Any]) -> Any:
+        """Return stored outputs in the form that the loss takes."""
+        return PerExample(outputs) if self.listed else default_collate(outputs)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the examples and what was stored about them; not the promise and the collate function."""
-        held = {name: getattr(self, name) for name in ("name", "examples", "outputs", "losses", "adapter")}
-        listed = [name for name in ("examples", "outputs") if isinstance(held[name], PerExample)]
-        held |= {name: list(held[name]) for name in listed}  # torch.load reads no classes of ours
+        held = {name: getattr(self, name) for name in _STORED}
         apart = None if self.held is None else self.held.state_dict()
-        return held | {"listed": listed, "own": self.own, "queue": list(self.queue), "held": apart}
+        return held | {"collated": self.collate is not default_collate, "held": apart}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], promise: Promise, collate: Collate | None) -> KeptSet:
+    def from_state_dict(cls, state: Mapping[str, Any], promise: Promise, collate: Collate) -> KeptSet:
         """Return a set from a state, a promise and a collate function."""
-        held = {name: state[name] for name in ("name", "examples", "outputs", "losses", "adapter", "own")}
-        held |= {name: PerExample(held[name]) for name in state["listed"]}
-        if len(held["losses"]) != count(held["examples"]):
-            raise ValueError(
-                f"state has {len(held['losses'])} losses for {count(held['examples'])} examples."
-            )
+        held = {name: state[name] for name in _STORED}
+        if len(held["losses"]) != len(held["examples"]):
+            raise ValueError(f"state has {len(held['losses'])} losses for {len(held['examples'])} examples.")
         apart = None if state["held"] is None else cls.from_state_dict(state["held"], promise, collate)
-        return cls(promise=promise, collate=collate, queue=list(state["queue"]), held=apart, **held)
+        return cls(promise=promise, collate=collate, held=apart, **held)
 
 
 def fetched(some: Sequence[tuple[KeptSet, list[int]]], device: Any) -> tuple[Batch, Any]:
     """Return examples of sets that are kept alike as one batch on a device, and their outputs or None."""
     first, outputs = some[0][0], None
-    batch = concatenated([take(kept.examples, at) for kept, at in some])
-    if first.collate is not None:
-        batch = first.collate(list(owned(batch)))  # a collate function may modify its input
-    if first.outputs is not None:
-        outputs = moved(concatenated([take(kept.outputs, at) for kept, at in some]), device)
-    return moved(batch, device), outputs
+    examples = [kept.examples[i] for kept, at in some for i in at]
+    if first.collate is not default_collate:  # another function may modify its input
+        examples = owned(examples)
+    batch = moved(first.collate(examples), device)
+    if first.outputs:
+        outputs = moved(first.given([kept.outputs[i] for kept, at in some for i in at]), device)
+    return batch, outputs
 
 
 @dataclass

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
 from asv_benchmarks.benchmarks.peaks import peak_on_device
 from asv_benchmarks.reports.gpu.device import DEVICE, Clock
 from asv_benchmarks.reports.gpu.model import Classifier, Shape
 from asv_benchmarks.reports.gpu.printing import Running
 from asv_benchmarks.reports.tables import digits
+from gemproj.torch.data import divided, owned
 from gemproj.torch.joint import SharedPasses
 from gemproj.torch.memory import Draw, KeptSet
 from gemproj.torch.promise import Promise
@@ -68,8 +70,9 @@ class Case:
         self.draws = []
         for k, batch in enumerate(batches):
             n = len(next(iter(batch.values())))
-            batch = {name: part.to(vector.device) for name, part in batch.items()}
-            kept = KeptSet(k, promise, batch, None, None, torch.zeros(n, dtype=torch.float64))
+            examples = owned(divided({name: part.to(vector.device) for name, part in batch.items()}))
+            losses = torch.zeros(n, dtype=torch.float64)
+            kept = KeptSet(k, promise, examples, default_collate, [], losses)
             self.draws.append(Draw(kept, list(range(n)), loss, k))
 
     def run(self, shared: bool) -> None:
