@@ -26,7 +26,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from gemproj.integrations.transformers import _TEXT, KeeperCallback, _Examples  # noqa: E402
+from gemproj.integrations.transformers import _TEXT, KeeperCallback, _Examples, _place  # noqa: E402
 from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 
@@ -368,6 +368,13 @@ def test_options_of_the_texts_that_the_model_writes(tmp_path, monkeypatch):
     ):
         keeper = kept_by(None, tmp_path, **options)[0]
         assert {name: (len(kept), len(kept.held)) for name, kept in keeper.sets.items()} == sizes
+
+
+def test_processes_of_tensor_parallelism_have_the_same_data(monkeypatch):
+    mesh = SimpleNamespace(non_data_parallel_size=2)
+    state = SimpleNamespace(process_index=5, num_processes=8, parallelism_config=mesh)
+    monkeypatch.setattr("gemproj.integrations.transformers.AcceleratorState", lambda: state)
+    assert _place() == (2, 4)
 
 
 def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
