@@ -172,8 +172,10 @@ class Normed(nn.Module):
 @check(4)
 def what_tensor_parallelism_repeats():
     spreads = partial(tensor_parallel, shard=fully_shard), tensor_only
-    for k, options in enumerate(OPTIONS):
-        compare(spreads[1 - k % 2], options, make=Normed)
+    for k, options in enumerate(
+        [*OPTIONS[1:], OPTIONS[0]]
+    ):  # the first as in the check before; see `tensor_only`
+        compare(spreads[k % 2], options, make=Normed)
 
 
 def frozen(dtype=torch.float64):
@@ -240,7 +242,9 @@ def logits_that_are_sharded():
     """Tensor parallelism leaves them so if the outputs of the last layer are."""
 
     def last(model):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+        mesh = init_device_mesh(
+            "cpu", (dist.get_world_size(),), mesh_dim_names=("last",)
+        )  # see `tensor_only`
         outputs = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
         return parallelize_module(model, mesh, {"2": outputs}), everything
 

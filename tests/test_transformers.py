@@ -27,7 +27,7 @@ from transformers import (  # noqa: E402
 )
 from transformers.trainer_utils import default_compute_objective  # noqa: E402
 
-from gemproj.integrations.transformers import _TEXT, KeeperCallback, _Examples  # noqa: E402
+from gemproj.integrations.transformers import _TEXT, KeeperCallback, _Examples, _place  # noqa: E402
 from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 
@@ -431,6 +431,13 @@ def test_texts_are_written_once_beside_other_sets_if_their_promise_compares_outp
         assert keeper.report()[1].steps == 8
     with pytest.warns(UserWarning, match="The examples of 1 were kept with another model"):
         fine_tuning(other, keeper, tmp_path).train()
+
+
+def test_processes_of_tensor_parallelism_have_the_same_data(monkeypatch):
+    mesh = SimpleNamespace(non_data_parallel_size=2)
+    state = SimpleNamespace(process_index=5, num_processes=8, parallelism_config=mesh)
+    monkeypatch.setattr("gemproj.integrations.transformers.AcceleratorState", lambda: state)
+    assert _place() == (2, 4)
 
 
 def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):

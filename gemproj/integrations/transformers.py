@@ -133,13 +133,14 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     def _own(self, data: Any) -> Any:
         """Return the part of this process of a list or a data set that all processes were given."""
-        if self._training is None or self._world() == 1:
+        if self._world() == 1 or isinstance(data, str | tuple | torch.Tensor):  # these are refused later
             return data
         (rank, world), n, digest = _place(), 0, 0
         with suppress(Exception):  # a loader; examples that cannot be read are told of later
             some = leaves_of([data[k] for k in range(0, len(data), len(data) // _COMPARED + 1)])
             said = len(data), [one.tolist() if hasattr(one, "tolist") else one for one in some]
             n, digest = len(data), zlib.crc32(repr(said).encode())
+        assert self._training is not None
         least = self._training.rows.vector.topology.least
         if least(digest) != -least(-digest) or n < _FEWEST * world:
             return data  # each has its own

@@ -146,7 +146,7 @@ class KeeperBase:
         vector = None if self._training is None else self._training.vector()
         with nullcontext() if vector is None else vector.topology.agreement({}):
             known, chosen = self._checked(promise, name, limit, hold_out)
-        if self._training is None or vector is None:
+        if vector is None or self._training is None:
             if not self._waits:
                 raise ValueError(f"{type(self).__name__} has no model yet.")
             named = {"name": name, "collate": collate, "limit": limit, "hold_out": hold_out}

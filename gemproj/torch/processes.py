@@ -159,9 +159,8 @@ class Sharded(Replicated):
 
     def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:  # noqa: D102
         if self._plain:  # no backward pass averages them; in tensor parallelism they are equal already
-            part = rows[..., : self._plain].contiguous()
-            reached = super().reduce(part, reached)
-            rows[..., : self._plain] = part.div_(self.world)
+            for row in rows.view(-1, rows.shape[-1]):
+                self.sum_values(row[: self._plain])
         return reached
 
     sum_shards = Replicated.sum_values
