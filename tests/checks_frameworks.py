@@ -39,7 +39,7 @@ def replicas_learn_what_one_process_learns():
                     driver.keep(part(batches(k)))
             same_everywhere(flat(driver.model))
             driver.keeper.keep(batches(9, 11), name="alike")  # which is divided
-            first, second = gathered(driver.keeper.sets["alike"].examples["x"])
+            first, second = gathered(torch.stack([one["x"] for one in driver.keeper.sets["alike"].examples]))
             assert (len(first), len(second)) == ((24, 20) if kind is Transformers else (44, 44))
             torch.testing.assert_close(flat(driver.model), flat(plain.model), rtol=1e-6, atol=1e-8)
             assert driver.norms in ([], pytest.approx(plain.norms))
