@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def check_number(value: Any, name: str, low: float, *, strict: bool = False) -> 
         )
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether `value` is a plain real number."""
     return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 

@@ -341,18 +341,20 @@ def test_streams_are_kept_and_examples_that_the_collator_does_not_take_are_named
         kept_by(asked, tmp_path)
 
 
-def test_held_out_losses_are_those_of_the_best_model_if_it_is_loaded(tmp_path):
+@pytest.mark.parametrize("metric", ["eval_loss", "keep/kept/held_out"])
+def test_held_out_losses_are_those_of_the_best_model_if_it_is_loaded(metric, tmp_path):
     keeper = KeeperCallback(texts(), hold_out=0.5)
     trainer = fine_tuning(language_model(), keeper, tmp_path)
     trainer.eval_dataset = trainer.train_dataset
-    args, best = trainer.args, {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    args, best = trainer.args, {"load_best_model_at_end": True, "greater_is_better": metric == "eval_loss"}
     for name, value in (
-        best | {"greater_is_better": True, "eval_strategy": "steps", "eval_steps": 2}
+        best | {"metric_for_best_model": metric, "eval_strategy": "steps", "eval_steps": 2}
     ).items():
         setattr(args, name, value)
     said, logs = trainer.train().metrics, trainer.state.log_history
     assert trainer.state.best_model_checkpoint.endswith("-2")
     names = [f"keep/kept/{name}" for name in ("held_out", "held_out_low", "held_out_high")]
+    assert said["keep/kept/bound"] == keeper.report()["kept"].held_bound
     found = [[log[name] for name in names] for log in (said, *logs) if names[0] in log]
     last, *before, end = found
     assert tuple(last) == tuple(end) == keeper.report()["kept"].held_out

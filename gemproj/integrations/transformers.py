@@ -54,8 +54,8 @@ _TWO_SIDES = (
 _TEXTS_WRITTEN, _HELD_OUT = 256, 0.2
 # Fewest texts of a process, of which one is held out.
 _FEWEST = 5
-# Names in the logs of the held-out loss and the ends of its 95 % interval.
-_HELD = ("held_out", "held_out_low", "held_out_high")
+# Names in the logs of the held-out loss, the ends of its 95 % interval, and its bound.
+_HELD = ("held_out", "held_out_low", "held_out_high", "bound")
 # So many examples of a set are compared with those of a checkpoint, or of another process.
 _COMPARED = 64
 
@@ -71,7 +71,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     When training begins, the outputs of the model for `data` are stored; without data, for 256 texts that the
     model writes itself (`gemproj.torch.write_references`; a fifth is held out, and they are cached). Every
     step then keeps their mean divergence below the tolerance of the promise, 0.05 nats by default. At an
-    evaluation and at the end, the logs have the divergence on held-out examples, in a forward pass over them.
+    evaluation and at the end, the logs have the divergence on held-out examples, in a forward pass over them,
+    as ``keep/references/held_out`` with ``held_out_low``, ``held_out_high`` and ``bound``; the Trainer's
+    ``metric_for_best_model`` may be one of them.
     For tasks one after another, pass the same callback to the trainer of each task, and keep each task when
     it is learned::
 
@@ -241,6 +243,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         ends = "train_loss" in logs and not args.load_best_model_at_end
         if ends or any(key.startswith("eval_") for key in logs):
             numbers |= self._measured()
+        best = args.metric_for_best_model
+        if best in numbers:  # the Trainer looks for it under this name
+            numbers[f"eval_{best}"] = numbers[best]
         norm = self._steps[0].norm if self._steps and "loss" in logs else None
         if norm is not None:  # not after an overflow, of which the Trainer tells
             numbers["grad_norm"] = float(norm)
@@ -250,7 +255,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Take held-out losses out of what a hyperparameter search optimises: by default a sum of all."""
         if state.is_hyper_param_search:
-            for name in [name for name in metrics or () if name.startswith("keep/")]:
+            for name in [name for name in metrics or () if name.removeprefix("eval_").startswith("keep/")]:
                 del metrics[name]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -275,7 +280,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Return the held-out losses by their names in logs."""
         return {
             f"keep/{name}/{key}": number
-            for name, found in self.held_out().items()
+            for name, found in self._scored().items()
             for key, number in zip(_HELD, found, strict=True)
         }
 

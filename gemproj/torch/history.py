@@ -385,7 +385,7 @@ class Report(dict[Any, Line]):
         said = [_said(line) for line in self.values() if line.held_out is not None]
         bounded = any(line.bound == line.bound for line in self.values())
         if bounded and not any(line.held for line in self.values()):
-            said = ["No verdict on unseen examples: keep(..., hold_out=0.2) holds out a fifth."]
+            said = ["No verdict on unseen examples: hold_out=0.2, where they are kept, holds out a fifth."]
         return "\n".join(table + said)
 
     def plot(self, ax: Any = None) -> Any:
@@ -430,9 +430,8 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
         line.examples, line.stored = len(kept), float(kept.losses.mean())
         line.held = len(kept.held or ())  # also of other adapters, which are not evaluated
         if name in held_out:
-            *found, before = held_out[name]  # of all processes, as the bound must be
-            line.held_out = tuple(found)
-            line.held_bound = bound = before + allowed
+            *found, line.held_bound = held_out[name]  # of all processes
+            line.held_out, bound = tuple(found), line.held_bound
             now = line.held_out[0 if allowed or line.held == 1 else 1]
         # False for NaN; without a step, nothing has changed.
         line.kept = now <= bound + _LOSSES * (1.0 + abs(bound)) or not (line.steps or line.held_out)

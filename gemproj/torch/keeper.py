@@ -210,7 +210,7 @@ class KeeperBase:
         return {name: found[:3] for name, found in self._scored().items()}
 
     def _scored(self) -> dict[Hashable, tuple[float, float, float, float]]:
-        """Return `held_out`, with the loss when the examples were kept."""
+        """Return `held_out`, with the bound of each loss."""
         if self._training is None:
             return {}
         active = self._training.active()
@@ -221,10 +221,12 @@ class KeeperBase:
         # A model that is frozen after its training has no vector any more.
         frozen = not any(p.requires_grad for p in inner.parameters())
         vector = self._training.rows.vector if frozen else self._training.vector()
-        return {
-            name: scored(inner, vector, held, self._wrapped(held.promise.loss), self._microbatch)
-            for name, held in apart.items()
-        }
+        found = {}
+        for name, held in apart.items():
+            loss = self._wrapped(held.promise.loss)
+            mean, low, high, before = scored(inner, vector, held, loss, self._microbatch)
+            found[name] = mean, low, high, before + (held.promise.allowed or 0.0)
+        return found
 
     def logs(self) -> dict[str, float]:
         """Return statistics of the steps since the last call, for logging; see `History.means`."""

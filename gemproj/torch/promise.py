@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj._checks import check_count, check_number
+from gemproj._checks import check_count, check_number, is_number
 from gemproj._warn import warn
 from gemproj.torch.data import Batch, leaves_of, map_nested
 from gemproj.torch.losses import Distillation, model_loss
@@ -116,8 +116,8 @@ def as_promise(given: Promise | Loss | float | None, default: Promise, name: str
     """Return a promise; a loss or a tolerance alone takes the other options of the default."""
     if given is None or isinstance(given, Promise):
         return default if given is None else given
-    if isinstance(given, float):
-        return replace(default, tolerance=given)
+    if is_number(given):
+        return replace(default, tolerance=float(given))
     if not callable(given):
         raise TypeError(
             f"{name} must be a Promise, a loss, or a tolerance such as 0.05; found {type(given).__name__}."
