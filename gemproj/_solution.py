@@ -175,7 +175,7 @@ class DualSolution:
 
     @in_numpy
     def error_bound(self) -> Any:
-        """Return an upper bound on ``|x - x*| / |g|``, shape (...).
+        """Return an upper bound on ``|x - x*|`` over the size of the problem, shape (...).
 
         x* is the exact projection for rows perturbed by rounding. The bound applies to the x that `combine`
         computes in float64, before rounding to the dtype of g. If K does not determine the solution, and G
