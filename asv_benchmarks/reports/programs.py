@@ -85,10 +85,8 @@ def solve_problem(
 
     x, lam, stationary, missing = np.zeros(len(q)), np.zeros(len(c)), q, c
     # Worse than x = 0 is no answer: the program has no minimum.
-    best, least = (
-        qpsolvers.Solution(problem, found=False),
-        max(np.max(abs(q)), np.max(np.where(equal, abs(c), c), initial=0.0)),
-    )
+    best = qpsolvers.Solution(problem, found=False)
+    least = max(np.max(abs(q)), np.max(np.where(equal, abs(c), c), initial=0.0))
     for turn in range(2 * ROUNDS if shift else 2):
         try:
             if turn % 2:
