@@ -24,7 +24,8 @@ DEPENDENT = 45.0
 NEAR_ZERO = 1e-9
 # Rounding error of a slack in the error bound, in the same units.
 ROUNDING = 4e-15
-# Smallest angles between rows that coordinates from G and coordinates from K resolve.
+# Smallest angles between rows that the error bound takes for resolved, in coordinates from G and from K: a
+# little more than those of the search.
 ROWS_RESOLVE, GRAM_RESOLVES = 3e-14, 1e-7
 # Singular values of unit columns count as zero below this, relative to the largest singular value.
 CUTOFF = 64.0 * EPS

@@ -1,7 +1,8 @@
 """Coordinates of the rows, on the CPU: vectors V and a with the inner products of the rows of G and of g.
 
-Coordinates from one more read of G resolve angles between rows of 1e-14; coordinates from K resolve 1e-7. The
-search of stage 2 (`gemproj._search`), the correction of x in stage 3 and the error bound use the same ones.
+Coordinates from one more read of G resolve angles between rows of 1e-14: the search of stage 2, the
+correction of x in stage 3 and the error bound use the same ones. Coordinates from K resolve 1e-7: the search
+makes its own, in `gemproj._search.from_gram`, without g; those of the error bound have g, too.
 """
 
 from __future__ import annotations
