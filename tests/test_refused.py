@@ -63,7 +63,7 @@ CALLS = [
     (lambda: keeper(as_model=[1]), TypeError, "model must be a torch.nn.Module; found list"),
     (lambda: keeper(torch.nn.CrossEntropyLoss()), TypeError, "called as .*batch.*, and CrossEntropyLoss"),
     (lambda: keeper(torch.nn.functional.mse_loss), TypeError, "called as .*batch.*, and mse_loss"),
-    (lambda: keeper(7), TypeError, "promise must be a Promise, a loss, or a tolerance such as 0.05; found int"),
+    (lambda: keeper(True), TypeError, "promise must be a Promise, a loss, or a tolerance such as 0.05; found bool"),
     (lambda: keeper(look=0), ValueError, "look must be at least 1"),
     (lambda: keeper(look="sometimes"), (ValueError, TypeError), "^look must be"),
     (lambda: keeper(microbatch=0), ValueError, "microbatch must be at least 1"),
