@@ -62,7 +62,7 @@ def combine(
     if sol is None:
         write_x(problem, lam, x)
     else:
-        combine_into(problem, sol._numpy or sol, x)
+        combine_into(problem, sol.on_host(), x)
     return as_asked(problem, x, out)
 
 

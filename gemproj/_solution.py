@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, from_numpy, namespace
+from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
 from gemproj._bounds import Bounds
 from gemproj._constants import EPS, GRAM_RESOLVES, ROWS_RESOLVE, WIDE_ROUNDING
 from gemproj._coordinates import Rows, dual_basis, from_gram
@@ -25,10 +25,10 @@ def in_numpy(function: Callable[[Any], Any]) -> Callable[[DualSolution], Array]:
 
     @wraps(function)
     def anywhere(self: DualSolution) -> Array:
-        if self._numpy is None:
-            return function(self)
-        lam = self.multipliers
-        return from_numpy(function(self._numpy), namespace(lam), device_of(lam))
+        plain, lam = self.on_host(), self.multipliers
+        return (
+            function(self) if plain is self else from_numpy(function(plain), namespace(lam), device_of(lam))
+        )
 
     return anywhere
 
@@ -66,7 +66,8 @@ class DualSolution:
     # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
     _rows: Rows | None = None
-    _numpy: DualSolution | None = None  # the same in NumPy, if the caller's arrays are of another library
+    # The same in NumPy, if the caller's arrays are of another library.
+    _numpy: DualSolution | None = field(default=None, init=False)
 
     @in_numpy
     def __repr__(self) -> Any:
@@ -220,21 +221,34 @@ class DualSolution:
         return np.maximum(size, self.bounds.asked(np.broadcast_to(self._norms(), self.multipliers.shape)))
 
     def to(self, move: Callable[[Array], Array]) -> DualSolution:
-        """Return this solution, in NumPy, with its arrays converted by `move`."""
+        """Return this solution with its arrays, in NumPy, converted by `move`."""
+        plain = self.on_host()
+        found = plain._moved(move)
+        if found.multipliers is plain.multipliers:
+            return plain
+        object.__setattr__(found, "_numpy", plain)
+        return found
 
-        def moved(a: Any) -> Any:
-            return type(a)(*map(moved, a)) if isinstance(a, tuple) else move(a)
-
-        lam, names = move(self.multipliers), ("gram", "bounds", "iterations", "status")
-        if lam is self.multipliers:
+    def on_host(self) -> DualSolution:
+        """Return this solution with NumPy arrays."""
+        if type(self.multipliers) is np.ndarray:
             return self
-        return replace(
-            self, multipliers=lam, _numpy=self, **{name: moved(getattr(self, name)) for name in names}
-        )
+        if self._numpy is None:  # of a solution that `replace` has made
+            object.__setattr__(self, "_numpy", self._moved(to_numpy))
+        assert self._numpy is not None
+        return self._numpy
+
+    def _moved(self, move: Callable[[Array], Array]) -> DualSolution:
+        def moved(a: Any) -> Any:
+            return type(a)(*map(moved, a)) if isinstance(a, tuple) else a if a is None else move(a)
+
+        names = "multipliers", "gram", "bounds", "iterations", "status"
+        return replace(self, **{name: moved(getattr(self, name)) for name in names})
 
     def _judged(self) -> DualSolution:
         """Return this solution with the status STALLED where it misses the optimality conditions."""
-        missed = ~(self.kkt_residual() <= OPTIMAL_WITHIN)  # also for NaN
+        within = OPTIMAL_WITHIN * max(1.0, self._rounding / WIDE_ROUNDING)
+        missed = ~(self.kkt_residual() <= within)  # also for NaN
         return replace(self, status=self.status | missed.astype(np.int64) * int(Status.STALLED))
 
     # What follows is called on NumPy's arrays.

@@ -237,3 +237,15 @@ def test_certificates_do_not_overflow(size, rng):
     assert float(sol.kkt_residual()) < 1e-14
     assert float(sol.duality_gap()) < 1e-14
     assert float(sol.error_bound()) < 1e-11
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_solution_with_other_multipliers_is_measured_anew(kind):
+    library = pytest.importorskip(kind)
+    G, g = library.asarray(np.eye(2)), library.asarray([-1.0, -1.0])
+    sol = solve_dual(G, g)
+    other = replace(sol, multipliers=0.0 * sol.multipliers)
+    assert combine(G, g, other).tolist() == [-1.0, -1.0]
+    assert other.active.tolist() == [False, False]
+    assert type(other.slack()) is type(g)
+    assert sol.to(np.asarray).multipliers.tolist() == [1.0, 1.0]

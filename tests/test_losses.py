@@ -90,11 +90,17 @@ def test_logits_of_a_model_of_transformers_are_those_of_its_tokens_without_its_l
     def model(input_ids):  # called with labels, it would raise
         return SimpleNamespace(logits=BEFORE)
 
-    model.config = SimpleNamespace(is_encoder_decoder=False)
+    model.forward, model.config = model, SimpleNamespace(is_encoder_decoder=False)
     batch = {"input_ids": BATCH["labels"][:, 2:], "labels": BATCH["labels"]}
     assert model_logits(model, batch) is BEFORE
     model.active_peft_config = SimpleNamespace(is_prompt_learning=True)  # the prompt has two positions
     assert torch.equal(model_logits(model, batch), BEFORE[:, 2:])
+
+    def needing(input_ids, labels):
+        return SimpleNamespace(logits=labels)
+
+    needing.forward, needing.config = needing, model.config
+    assert model_logits(needing, batch) is BATCH["labels"]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])

@@ -166,3 +166,15 @@ def test_any_nesting_of_a_batch_and_any_name_survive():
         found, expected = (one.fetch(list(range(6)), None)[0] for one in (kept, keeper.sets[3]))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         torch.testing.assert_close(found[7]["same"], wide[:, ::2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("label", [lambda k: k, str])
+def test_a_state_has_a_batch_where_torch_makes_one_that_can_be_divided(label):
+    kept = set_of([(torch.full((2,), float(k)), label(k)) for k in range(5)])
+    state = through_a_file(kept.state_dict())
+    assert state["packed"] == (["examples"] if label(0) == 0 else [])
+    again = KeptSet.from_state_dict(state, kept.promise, default_collate)
+    for found, expected in zip(
+        tree_leaves(again.fetch([3, 1], None)), tree_leaves(kept.fetch([3, 1], None)), strict=True
+    ):
+        assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected

@@ -135,3 +135,10 @@ def test_in_the_aggregators_of_a_training_step(scale, by_parameter):
         if scale == 1.0:
             theirs = aggregate(make(projector=QuadprogProjector(reg_eps=1e-9)), scale, **options)[1]
             torch.testing.assert_close(x, theirs, rtol=0, atol=1e-4 * float(J.norm()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_that_half_precision_tells_apart_are_no_copies(dtype):
+    G = torch.tensor([[1.0, -0.875], [-0.875, 1.0]], dtype=dtype)
+    W = ConeProjector()(torch.tensor([-2.4, -1.6], dtype=dtype), G)  # the origin
+    assert float((G.double() @ W.double()).min()) > -0.05

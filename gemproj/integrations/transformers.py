@@ -130,15 +130,17 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         self._written |= {name: options[name] for name in names if name in options}
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
-        data = self._own(data)
+        data = self._own(_listed(data))
         return (data, collate) if collate or not self._collate else self._collate.of(data)
 
     def _own(self, data: Any) -> Any:
         """Return the part of this process of a list or a data set that all processes were given."""
-        if self._world() == 1 or isinstance(data, str | tuple | torch.Tensor):  # these are refused later
+        if self._world() == 1:
             return data
         (rank, world), n, digest = _place(), 0, 0
-        with suppress(Exception):  # a loader; examples that cannot be read are told of later
+        with suppress(Exception):  # a loader; what cannot be read or kept is told of later
+            if isinstance(data, str | Mapping | torch.Tensor):
+                raise TypeError
             some = leaves_of([data[k] for k in range(0, len(data), len(data) // _COMPARED + 1)])
             said = len(data), [one.tolist() if hasattr(one, "tolist") else one for one in some]
             n, digest = len(data), zlib.crc32(repr(said).encode())
@@ -146,7 +148,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         least = self._training.rows.vector.topology.least
         if least(digest) != -least(-digest) or n < _FEWEST * world:
             return data  # each has its own
-        return data[rank::world] if isinstance(data, list) else Subset(data, range(rank, n, world))
+        return data[rank::world] if isinstance(data, list | tuple) else Subset(data, range(rank, n, world))
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give back the norm to which gradients are clipped, after a training that broke off."""
@@ -243,7 +245,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         ends = "train_loss" in logs and not args.load_best_model_at_end
         if ends or any(key.startswith("eval_") for key in logs):
             numbers |= self._measured()
-        best = args.metric_for_best_model
+        best = (args.metric_for_best_model or "").removeprefix("eval_")
         if best in numbers:  # the Trainer looks for it under this name
             numbers[f"eval_{best}"] = numbers[best]
         norm = self._steps[0].norm if self._steps and "loss" in logs else None
@@ -324,6 +326,13 @@ def _checkpoint(args: Any, step: int) -> Path:
     return Path(args.output_dir) / f"checkpoint-{step}"
 
 
+def _listed(data: Any) -> Any:
+    """Return a series or a frame of pandas as a list; other data are returned as they are."""
+    if not hasattr(data, "iloc"):
+        return data
+    return list(data) if data.ndim == 1 else data.to_dict("records")
+
+
 def _base(model: Any) -> Any:
     """Return the model inside the adapters of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -379,8 +388,7 @@ class _Examples:
         """Return data of a Trainer's user as `keep` takes it, with a collate function."""
         if isinstance(data, str):
             raise TypeError("data must be a list of texts; found one text. Pass [text].")
-        if hasattr(data, "iloc"):  # of pandas
-            data = list(data) if data.ndim == 1 else data.to_dict("records")
+        data = _listed(data)
         batches = isinstance(data, DataLoader | Mapping | IterableDataset)
         if batches or not hasattr(data, "__getitem__") or not len(data):
             return data, None

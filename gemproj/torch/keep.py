@@ -23,6 +23,7 @@ from gemproj.torch.vector import ParameterVector
 
 # Number of examples whose labels are looked at together.
 _FETCHED = 64
+_OUTPUTS = "These are what loss.outputs returned: for other outputs, it must return a PerExample."
 _NO_LABEL = (
     "Check what the collate function or the chat template does to the labels: those of -100 are ignored."
 )
@@ -64,7 +65,7 @@ def examine(
         if stored is not None:  # None also with a teacher
             kept.listed = isinstance(stored, PerExample)
             apart = moved(stored, "cpu" if _on_cpu(kept) else vector.device)
-            found.extend(owned(apart if kept.listed else divided(apart))[:weight])
+            found.extend(owned(apart if kept.listed else divided(apart, _OUTPUTS))[:weight])
         first = first and not topology.collective
         with torch.set_grad_enabled(first):
             value = call_loss(loss, model, batch, len(at), stored)

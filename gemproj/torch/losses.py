@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -31,7 +32,9 @@ def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Return the logits of a transformers model, ``model(**batch).logits``."""
     if not isinstance(batch, Mapping) or getattr(getattr(model, "config", None), "is_encoder_decoder", True):
         return _output_of(model, batch, "logits")
-    inputs = {name: value for name, value in batch.items() if name != "labels"}  # the loss is not needed
+    inputs, takes = dict(batch), inspect.signature(model.forward).parameters.get("labels")
+    if takes is None or takes.default is not takes.empty:
+        inputs.pop("labels", None)  # the loss is not needed
     found = _output_of(model, inputs, "logits")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False) and found.ndim > 2:
         found = found[:, -inputs["input_ids"].shape[1] :]  # the first positions are those of the prompt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from gemproj.torch.data import Batch, Collate, PerExample, check_alike, moved, owned
+from gemproj.torch.data import Batch, Collate, PerExample, check_alike, divided, moved, owned, packed
 from gemproj.torch.promise import Loss, Promise
 
 # What a state has of a set.
@@ -124,13 +124,17 @@ class KeptSet:
     def state_dict(self) -> dict[str, Any]:
         """Return the examples and what was stored about them; not the promise and the collate function."""
         held = {name: getattr(self, name) for name in _STORED}
-        apart = None if self.held is None else self.held.state_dict()
-        return held | {"collated": self.collate is not default_collate, "held": apart}
+        plain, apart = self.collate is default_collate, None if self.held is None else self.held.state_dict()
+        wholes = {"examples": plain, "outputs": bool(self.outputs) and not self.listed}
+        tried = {name: packed(held[name]) for name, whole in wholes.items() if whole}
+        batches = {name: batch for name, batch in tried.items() if batch is not None}
+        return held | batches | {"collated": not plain, "packed": [*batches], "held": apart}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], promise: Promise, collate: Collate) -> KeptSet:
         """Return a set from a state, a promise and a collate function."""
         held = {name: state[name] for name in _STORED}
+        held |= {name: divided(held[name]) for name in state["packed"]}
         if len(held["losses"]) != len(held["examples"]):
             raise ValueError(f"state has {len(held['losses'])} losses for {len(held['examples'])} examples.")
         apart = None if state["held"] is None else cls.from_state_dict(state["held"], promise, collate)

@@ -58,7 +58,7 @@ class _Announcement(event.Listener):
         function = event.data["dispatcher"]
         if self.waiting and function.py_func.__module__.startswith("gemproj."):
             self.waiting = False
-            ahead = "once. python -m gemproj --check does it ahead of time."
+            ahead = "once. python -m gemproj --check does most of it ahead of time."
             # A warning is shown even without a logging handler. The user should know why training pauses.
             logging.getLogger("gemproj").warning(
                 "Compiling loops for this machine; this takes about 10 seconds, %s",
