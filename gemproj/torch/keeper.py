@@ -121,8 +121,9 @@ class KeeperBase:
         Parameters
         ----------
         data : DataLoader, Dataset or iterable of batches
-            Read to the end, and all of it is kept, example by example; batches of tensors are divided.
-            Examples may differ in length if a collate function pads them.
+            Read to the end, and all of it is kept, example by example. Batches of tensors are divided, and
+            made again by torch's `default_collate`, with lists in place of tuples. Examples may differ in
+            length if a collate function pads them.
         promise : Promise, loss or float, optional
             By default the promise of this set from an earlier call, or else the keeper's. A loss alone, or a
             tolerance alone, takes its other options.
