@@ -47,7 +47,7 @@ def error_bound(
     error = _conditions(A.T @ (a + A @ mu) - h, mu, lower, upper)[2]
     if error.max() > ROUNDING * (1.0 + float(np.abs(mu).sum())):
         given = (v[None] for v in (np.ascontiguousarray(A.T), a, h, lower, upper, mu))
-        mu = search(Dual(False, 0.0, *given))[0][0]
+        mu = search(Dual(0.0, 0.0, *given))[0][0]
     # Move x to ``A_P'x = h_P`` for the free rows P. The distance is the rounding error of x: the new x is the
     # exact projection of a gradient with such an error, and a projection does not increase it.
     F, x = dual_basis(A.T, (mu > lower) & (mu < upper)), a + A @ mu

@@ -138,12 +138,11 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         if self._world() == 1:
             return data
         (rank, world), n, digest = _place(), 0, 0
-        with suppress(Exception):  # a loader; what cannot be read or kept is told of later
-            if isinstance(data, str | Mapping | torch.Tensor):
-                raise TypeError
-            some = leaves_of([data[k] for k in range(0, len(data), len(data) // _COMPARED + 1)])
-            said = len(data), [one.tolist() if hasattr(one, "tolist") else one for one in some]
-            n, digest = len(data), zlib.crc32(repr(said).encode())
+        if not isinstance(data, str | Mapping | torch.Tensor):  # these are refused later
+            with suppress(Exception):  # a loader; what cannot be read is told of later
+                some = leaves_of([data[k] for k in range(0, len(data), len(data) // _COMPARED + 1)])
+                said = len(data), [one.tolist() if hasattr(one, "tolist") else one for one in some]
+                n, digest = len(data), zlib.crc32(repr(said).encode())
         assert self._training is not None
         least = self._training.rows.vector.topology.least
         if least(digest) != -least(-digest) or n < _FEWEST * world:

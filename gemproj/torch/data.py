@@ -262,8 +262,7 @@ def divided(batch: Batch, remedy: str = _DIVIDED) -> list[Any]:
     """Return the examples of a batch, as views; raise unless it is a nesting of tensors (n, ...)."""
     batch = map_nested(lambda leaf: leaf, batch)  # mappings become dicts
     leaves, nesting = tree_flatten(batch)
-    dense = all(isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.ndim for leaf in leaves)
-    if not dense or len({len(leaf) for leaf in leaves}) != 1:
+    if not _is_batch(leaves):
         raise ValueError(
             "A batch must hold dense tensors, in dicts, lists and tuples, with the same first dimension, "
             f"that of the examples; found {kind_of(batch)}. {remedy}"
@@ -273,11 +272,14 @@ def divided(batch: Batch, remedy: str = _DIVIDED) -> list[Any]:
 
 def packed(examples: list[Any]) -> Any:
     """Return examples as one batch, which is saved in a fraction of the time; None if that is impossible."""
-    with suppress(TypeError, ValueError, RuntimeError):
-        batch = default_collate(examples)
-        divided(batch)
-        return batch
-    return None
+    batch = default_collate(examples)
+    return batch if _is_batch(tree_flatten(batch)[0]) else None
+
+
+def _is_batch(leaves: list[Any]) -> bool:
+    """Return whether leaves are dense tensors with the same first dimension."""
+    dense = all(isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.ndim for leaf in leaves)
+    return dense and len({len(leaf) for leaf in leaves}) == 1
 
 
 def check_alike(examples: list[Any], remedy: str = _COLLATE) -> None:

@@ -91,7 +91,7 @@ def examine(
             )
         _check_finite(kept, numbers, loss, model, vector)
         kept.outputs = found
-        kept.check()
+        kept.check_outputs()
         if kept.listed:  # without a position that counts
             full = [k for k, one in enumerate(kept.outputs) if any(leaf.numel() for leaf in tree_leaves(one))]
             _leave_out(kept, full, numbers)

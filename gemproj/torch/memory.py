@@ -82,18 +82,22 @@ class KeptSet:
             losses=torch.cat([self.losses, more.losses]),
             held=self.held.joined(more.held) if self.held and more.held else self.held or more.held,
         )
+        whole.check_outputs()
         whole.check()
         return whole
 
     def check(self) -> None:
         """Raise unless a batch can be made of any examples, as far as that can be seen."""
-        if self.outputs and not self.listed:
-            check_alike(self.outputs, "Of outputs that differ, loss.outputs must return a PerExample.")
         if self.collate is default_collate:
             check_alike(self.examples)
         else:  # of a set that has grown, old and new examples
             with torch.random.fork_rng(devices=[]):  # a collate function may draw numbers
                 self.fetch([0, len(self) - 1], None)
+
+    def check_outputs(self) -> None:
+        """Raise unless a batch can be made of the outputs, if the loss takes one."""
+        if self.outputs and not self.listed:
+            check_alike(self.outputs, "Of outputs that differ, loss.outputs must return a PerExample.")
 
     def part(self, at: list[int]) -> KeptSet:
         """Return a set of some of the examples."""
