@@ -182,8 +182,11 @@ class _Writer:
         # The least likely tokens, 5 % in all, are cut: small models derail on them.
         self._options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": _NUCLEUS}
         self._options |= {"max_new_tokens": tokens, "pad_token_id": self._pad, "use_cache": True}
-        # A generation config may have other values of these, and strings that end a text.
-        self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False, "tokenizer": tokenizer}
+        # A generation config may have other values of these, and strings that end a text. Without these, old
+        # versions of transformers would pass the tokenizer to an encoder.
+        self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False}
+        if getattr(model.generation_config, "stop_strings", None):
+            self._options["tokenizer"] = tokenizer
         self._options |= {"synced_gpus": True} if shared else {}  # all processes take as many passes
         self._chats = not self._encodes and bool(getattr(tokenizer, "chat_template", None))
         self._nested = False  # whether the template takes only lists of parts, as those of processors may
