@@ -37,8 +37,8 @@ class KeeperCallback(CallbackBase, Callback):
     it; with manual optimization call `clip_grad_norm_` of the callback. The numbers of `logs`, such as
     ``keep/excess``, are logged as often as the trainer logs.
 
-    Checkpoints hold the kept sets, the history and the warm start. Lightning saves only the state of process
-    0, so after a restart all processes have the examples of process 0.
+    Checkpoints hold the kept sets, which replace those of `data` when a fit resumes, the history and the warm
+    start. Lightning saves only the state of process 0, so all processes then have the examples of process 0.
 
     Parameters
     ----------
