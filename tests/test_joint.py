@@ -15,7 +15,7 @@ from gemproj.torch.data import divided  # noqa: E402
 from gemproj.torch.joint import SharedPasses  # noqa: E402
 from gemproj.torch.losses import CrossEntropy  # noqa: E402
 from gemproj.torch.memory import Draw, KeptSet  # noqa: E402
-from gemproj.torch.rows import Rows  # noqa: E402
+from gemproj.torch.rows import Rows, rows  # noqa: E402
 from gemproj.torch.vector import ParameterVector  # noqa: E402
 
 
@@ -326,6 +326,29 @@ def test_rows_that_are_rounding_at_first_are_compared_later():
         joint(sets)
         alone(sets)
         torch.testing.assert_close(joint.rows.G, alone.rows.G)
+
+
+def test_rows_that_are_zero_at_first_are_compared_later():
+    """The loss of an example depends on the others of its batch, and is met when it is kept."""
+
+    def hinge(model, batch):
+        z = model(batch)[:, 0]
+        return (z.mean() * z - 1.0).clamp(min=0.0)
+
+    model = nn.Linear(2, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    model, optimizer, keeper = begin(hinge, model=model)
+    optimizer.param_groups[0]["lr"] = 0.5
+    for x in ([[1.0, 0.0], [2.0, 0.0]], [[0.0, 1.0], [0.0, 3.0]]):
+        keeper.keep([torch.tensor(x).double()])
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-model(torch.ones(1, 2).double()).sum()).backward()
+        given = [torch.stack(kept.examples) for kept in keeper.sets.values()]
+        expected = rows([hinge(model, x).mean() for x in given], model.parameters(), flat=True)
+        optimizer.step()
+        torch.testing.assert_close(keeper.rows.G, expected)
+    assert keeper.rows.G.any()
 
 
 def test_a_new_set_is_compared_again():

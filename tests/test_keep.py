@@ -535,6 +535,41 @@ def test_a_name_with_another_promise_or_other_examples_begins_a_line(forgotten):
     assert forgotten or now.bound == pytest.approx(now.stored + 0.01)
 
 
+def test_a_set_that_grows_keeps_its_line():
+    """Also if its loss is made anew."""
+    model, optimizer, keeper = begin(EACH)
+    for k in range(2):
+        promise = Promise(CrossEntropy(lambda m, b: m(b[0]), labels=1), tolerance=0.05)
+        keeper.keep([task(k)], promise, name="past")
+        take(model, optimizer, rival(task(1)))
+    assert keeper.report()["past"].steps == 2
+
+
+def test_an_equality_is_broken_by_a_loss_that_falls():
+    model, optimizer, keeper = begin(loss, equal=True, project=False)
+    keeper.keep([task(1)])
+    for _ in range(3):
+        take(model, optimizer, task(1))
+    line = keeper.report()[0]
+    assert (line.would_break, line.broke) == (1.0, 1.0)
+    assert line.now < line.stored
+
+
+def test_a_mean_over_a_batch_has_a_verdict_of_steps():
+    """The mean of drawn examples is not that of the batches in which they were kept."""
+    for seed in range(5):
+        model, optimizer, keeper = begin(loss, examples=4)
+        keeper._random.manual_seed(seed)
+        keeper.keep([task(1)])
+        optimizer.param_groups[0]["lr"] = 0.0
+        take(model, optimizer, rival(task(1)))
+        assert keeper.report().kept
+    model, optimizer, keeper = begin(loss, project=False)
+    keeper.keep([task(1)])
+    take(model, optimizer, rival(task(1)))
+    assert not keeper.report().kept
+
+
 # --- only watching --------------------------------------------------------------------------------
 
 CONTRADICTING = [Promise(EACH, equal=True), Promise(EACH, tolerance=0.0)]

@@ -62,6 +62,19 @@ def test_batches_are_changed_by_hooks_as_for_training(of, hook, tmp_path):
     assert float(driver.keeper.last.losses.abs().max()) < 1e-6  # of the same batch, changed once
 
 
+def test_a_trial_of_rates_leaves_what_waits(tmp_path):
+    """A finder saves the state of callbacks before a trial, and loads it after it."""
+    driver = Lightning(tmp_path, HELD)
+    driver.keep(batches(0), name="a")
+    trainer = driver.trainer(max_steps=4, default_root_dir=tmp_path)
+    loader = DataLoader(batches(1), batch_size=None)
+    pl.tuner.Tuner(trainer).lr_find(
+        driver.module, loader, num_training=3, attr_name="rate", update_attr=False
+    )
+    trainer.fit(driver.module, loader)
+    assert driver.keeper.report()["a"].steps > 0
+
+
 def test_the_trainer_is_of_the_same_package(tmp_path):
     other = pytest.importorskip("pytorch_lightning")
     trainer = other.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")

@@ -34,9 +34,9 @@ from models import (  # noqa: E402
 )
 from torch.utils.data import default_collate  # noqa: E402
 
-from gemproj import project  # noqa: E402
+from gemproj import project, solve_dual  # noqa: E402
 from gemproj._tspace import Gram  # noqa: E402
-from gemproj.torch import Promise  # noqa: E402
+from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 from gemproj.torch.promise import as_promise  # noqa: E402
 from gemproj.torch.step import Terms  # noqa: E402
@@ -110,25 +110,27 @@ OPTIMIZERS = {
 SECOND_MOMENTS = [name for name in OPTIMIZERS if "Adam" in name and name != "Adamax"]
 
 
-def in_plain_form(G, v, promises, excess, weighted=True, unit=1.0, rate=1.0, metric=None, scaled=False):
+def in_plain_form(
+    G, v, promises, excess, weighted=True, unit=1.0, rate=1.0, metric=None, scaled=False, used=0.0
+):
     """Project a gradient or a step: ``G s >= repair (loss - bound)``, of at most ``|g_k| |s|``.
 
-    If the optimizer scales the entries of a gradient, it is at most that fraction.
+    If the optimizer scales the entries of a gradient, it is at most that fraction. Return the multipliers, too;
+    those that another projection `used` count towards a penalty.
     """
     weights = torch.ones_like(v) if metric is None else metric
     longest = ((G**2 / weights).sum(1) * (v**2 * weights).sum()).sqrt()
     repair = torch.tensor([one.repair for one in promises], dtype=torch.float64)
     h = torch.minimum(repair * excess / rate, (repair if scaled else 1.0) * longest).nan_to_num(0.0)
-    penalty = [torch.inf if one.penalty is None else unit * one.penalty for one in promises]
-    return project(
-        G,
-        v,
-        h=h,
-        margin=[unit * one.weight * weighted for one in promises],
-        penalty=torch.tensor(penalty, dtype=torch.float64),
-        equality=torch.tensor([one.equal for one in promises]),
-        metric=metric,
-    )
+    penalty = [torch.inf if one.penalty is None else one.penalty for one in promises]
+    options = {
+        "h": h,
+        "margin": [unit * one.weight * weighted for one in promises],
+        "penalty": unit * (torch.tensor(penalty, dtype=torch.float64) - used).clamp(min=0.0),
+        "equality": torch.tensor([one.equal for one in promises]),
+        "metric": metric,
+    }
+    return project(G, v, **options), torch.as_tensor(solve_dual(G, v, **options).multipliers)
 
 
 class Twins:
@@ -172,15 +174,16 @@ class Twins:
         for model in (self.model, plain):
             model.zero_grad()
             loss(model, rival(SETS[0])).backward()
+        used = 0.0
         if on != "step":
             scaled = self.name != "SGD"
-            g = in_plain_form(G, gradient(plain), self.promises, excess, rate=rate, scaled=scaled)
+            g, used = in_plain_form(G, gradient(plain), self.promises, excess, rate=rate, scaled=scaled)
             give(plain, g)
         step = moved(plain, self.other.step)
         if on != "gradient":
             # In units of gradients: times the rate those of steps; Adam's metric has the rate in it.
             w, unit = (adam_weights(plain, self.other, G), 1.0) if self.adam else (None, rate)
-            step = in_plain_form(G, step, self.promises, excess, on == "step", unit, metric=w)
+            step, _ = in_plain_form(G, step, self.promises, excess, on == "step", unit, metric=w, used=used)
         found = moved(self.model, self.optimizer.step)
         torch.testing.assert_close(found, step, rtol=1e-7, atol=1e-10)
         last = keeper.last
@@ -242,6 +245,40 @@ def test_a_bound_holds_where_a_promise_to_first_order_drifts(promise, make):
     drifted = drift(None)
     assert drifted > 0.005  # without one violated step
     assert drift(0.0) < drifted / 2
+
+
+@pytest.mark.parametrize(("on", "step"), [("gradient", 8.0), ("step", 8.0), ("both", 8.0)])
+def test_a_penalty_is_spent_once(on, step):
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    keeper = Keeper(model, optimizer, Promise(lambda m, x: m(x)[:, 0], penalty=2.0), on=on)
+    keeper.keep([torch.ones(4, 1).double()])
+    before = model.weight.item()
+    (-10.0 * model(torch.ones(1, 1).double())).sum().backward()
+    optimizer.step()
+    assert model.weight.item() - before == pytest.approx(0.5 * step)
+
+
+def test_what_is_frozen_holds_its_promise_and_stays_where_it_is():
+    """Also with momentum and a gradient from before, for which an optimizer would move it."""
+    torch.manual_seed(0)
+    body, heads = torch.nn.Linear(6, 4).double(), [torch.nn.Linear(4, 3).double() for _ in range(2)]
+    model = torch.nn.ModuleList([body, *heads])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    keeper = Keeper(model, optimizer, lambda m, b: EACH(torch.nn.Sequential(m[0], m[1]), b))
+    keeper.keep([task(1)], name="first head")
+    for step in range(4):
+        if step == 2:
+            body.requires_grad_(False)
+            heads[0].requires_grad_(False)
+            before = flat(body), flat(heads[0])
+        optimizer.zero_grad(set_to_none=False)
+        for head in heads if step < 2 else heads[1:]:
+            loss(torch.nn.Sequential(body, head), rival(task(1))).backward()
+        optimizer.step()
+    assert torch.equal(flat(body), before[0])
+    assert torch.equal(flat(heads[0]), before[1])
+    assert not keeper.rows.G.any()
 
 
 def test_rows_are_the_means_of_drawn_examples():

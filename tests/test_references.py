@@ -308,6 +308,32 @@ def test_the_interval_of_few_examples_is_students():
         assert mean - low == pytest.approx(half, rel=0.02)
 
 
+def test_a_tolerance_of_zero_is_one():
+    model = perceptron()
+    keeper = Keeper(model, sgd(model.parameters()))
+    keeper.keep(
+        [task(0, 40)], Promise(CrossEntropy(logits, labels=1), tolerance=0.0), name="old", hold_out=0.5
+    )
+    found, before = set(), model[2].bias.detach().clone()
+    for seed in range(20):
+        with torch.no_grad():
+            random = torch.Generator().manual_seed(seed)
+            model[2].bias.copy_(before + 0.3 * torch.randn(3, generator=random))
+        line = keeper.report()["old"]
+        assert line.kept == (line.held_out[0] <= line.held_bound)
+        found.add((line.kept, line.held_out[1] <= line.held_bound))
+    assert (False, True) in found
+
+
+def test_examples_that_are_held_out_have_the_promise_of_their_set():
+    model = perceptron()
+    keeper, each = Keeper(model, sgd(model.parameters())), CrossEntropy(logits, labels=1)
+    keeper.keep([task(0, 20)], Promise(each, tolerance=5.0), name="old", hold_out=0.2)
+    keeper.keep([task(1, 20)], Promise(each, tolerance=0.01), name="old")
+    held = keeper.sets["old"].held
+    assert keeper.report()["old"].held_bound == pytest.approx(float(held.losses.mean()) + 0.01)
+
+
 def test_held_out_examples_of_more_are_added_to_those_at_hand():
     model = perceptron()
     keeper = Keeper(model, sgd(model.parameters()), CrossEntropy(logits, labels=1))

@@ -94,7 +94,9 @@ CALLS = [
     (lambda: keep(Promise), TypeError, "class Promise; pass an object of it"),
     (lambda: keep(limit=0), ValueError, "limit must be at least 1"),
     (lambda: keep(hold_out=1.0), ValueError, "hold_out must be a share"),
-    (lambda: keep(hold_out=0.01), ValueError, "hold_out=0.01 of 12 examples leaves none"),
+    (lambda: keep(Promise(EACH), hold_out=0.01), ValueError, "hold_out=0.01 of 12 examples leaves none"),
+    (lambda: keep(hold_out=0.5), ValueError, "hold_out needs one loss for each example"),
+    (lambda: keep(Promise(lambda *of: loss(*of)[None], tolerance=0.1)), ValueError, "tolerance needs one loss"),
     (lambda: keep(Promise(EACH, tolerance=0.1), method="gem2017", on="gradient"), ValueError, "tolerance cannot be combined with method"),
     (lambda: keep(Promise(EACH, equal=True), method="agem"), ValueError, "equal cannot be combined with method"),
     # --- promises and losses

@@ -85,6 +85,10 @@ class KeeperCallback(CallbackBase, Callback):
         if trainer.state.fn == "fit":
             self._restored = state
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; nothing while examples wait, as when a tuner saves weights before a trial."""
+        return {} if self._pending else super().state_dict()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; until a training has begun, it waits, as `keep` does."""
         if self._training is None:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -258,8 +258,11 @@ def moved(batch: Batch, device: Any) -> Batch:
     return map_nested(move, batch, movable)
 
 
-def divided(batch: Batch, remedy: str = _DIVIDED) -> list[Any]:
-    """Return the examples of a batch, as views; raise unless it is a nesting of tensors (n, ...)."""
+def divided(batch: Batch, remedy: str = _DIVIDED, numbers: Sequence[bool] = ()) -> list[Any]:
+    """Return the examples of a batch, as views; raise unless it is a nesting of tensors (n, ...).
+
+    `numbers` says which tensors become numbers of Python; none, if it is empty.
+    """
     batch = map_nested(lambda leaf: leaf, batch)  # mappings become dicts
     leaves, nesting = tree_flatten(batch)
     if not _is_batch(leaves):
@@ -267,13 +270,19 @@ def divided(batch: Batch, remedy: str = _DIVIDED) -> list[Any]:
             "A batch must hold dense tensors, in dicts, lists and tuples, with the same first dimension, "
             f"that of the examples; found {kind_of(batch)}. {remedy}"
         )
-    return [tree_unflatten(one, nesting) for one in zip(*(leaf.unbind() for leaf in leaves), strict=True)]
+    pairs = itertools.zip_longest(leaves, numbers)
+    columns = [leaf.tolist() if number else leaf.unbind() for leaf, number in pairs]
+    return [tree_unflatten(one, nesting) for one in zip(*columns, strict=True)]
 
 
-def packed(examples: list[Any]) -> Any:
-    """Return examples as one batch, which is saved in a fraction of the time; None if that is impossible."""
+def packed(examples: list[Any]) -> tuple[Any, list[bool]] | None:
+    """Return examples as one batch, which is saved in a fraction of the time, and which leaves are numbers.
+
+    None if that is impossible.
+    """
     batch = default_collate(examples)
-    return batch if _is_batch(tree_flatten(batch)[0]) else None
+    numbers = [isinstance(leaf, int | float) for leaf in leaves_of(examples[0])]
+    return (batch, numbers) if _is_batch(tree_flatten(batch)[0]) else None
 
 
 def _is_batch(leaves: list[Any]) -> bool:

@@ -170,7 +170,8 @@ class Line:
     would_break, broke : float
         Share of steps that, to first order, would have broken the promise without a projection, and share of
         steps that broke it. A step breaks a promise if it raises the loss, to first order and by more than
-        the rounding of the weights; a promise with a tolerance is broken while the loss is above its bound.
+        the rounding of the weights, or lowers it if it is held equal; a promise with a tolerance is broken
+        while the loss is above its bound. Of several optimizers, the last one's part would break it.
     excess : float
         Largest excess of the loss over its bound, in the unit of the loss; NaN without a tolerance.
     multiplier : float
@@ -184,8 +185,9 @@ class Line:
     held_bound : float
         Largest loss of the held-out examples that the promise allows.
     kept : bool
-        Whether the promise is kept: by the held-out examples, if there are any, else by the last step.
-        Without a tolerance, a held-out loss may be above its stored value by less than its interval.
+        Whether the promise is kept: by the held-out examples, if there are any, else by the last step; if the
+        loss is a mean over a batch, which is not that of other batches, whether no step broke it. Without a
+        tolerance, a held-out loss may be above its stored value by less than its interval.
     """
 
     name: Any
@@ -303,7 +305,8 @@ class History:
         excess = np.full_like(losses, math.nan)
         if pending[0].excess is not None:
             excess = np.stack([to_numpy(step.excess) for step in pending])
-        broken = np.where(np.isnan(excess), cosines < -noise, excess > _LOSSES * (1.0 + np.abs(losses)))
+        raised = np.where(sol.lower < 0.0, np.abs(cosines), -cosines)  # of an equality, moved
+        broken = np.where(np.isnan(excess), raised > noise, excess > _LOSSES * (1.0 + np.abs(losses)))
         since = self._since
         since["steps"] += len(pending)
         since["keep/violations"] += float(violated.sum())
@@ -432,9 +435,10 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
         if name in held_out:
             *found, line.held_bound = held_out[name]  # of all processes
             line.held_out, bound = tuple(found), line.held_bound
-            now = line.held_out[0 if allowed or line.held == 1 else 1]
+            now = line.held_out[1 if kept.promise.allowed is None and line.held > 1 else 0]
         # False for NaN; without a step, nothing has changed.
-        line.kept = now <= bound + _LOSSES * (1.0 + abs(bound)) or not (line.steps or line.held_out)
+        within = line.broke == 0.0 if kept.means else now <= bound + _LOSSES * (1.0 + abs(bound))
+        line.kept = within or not (line.steps or line.held_out)
     return Report(lines, points)
 
 

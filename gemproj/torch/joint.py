@@ -99,8 +99,8 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
     """Find a way that computes the first rows as their own passes do, and the number of rows per pass."""
     n, device, threads = len(draws[0].at), G.vector.device, torch.get_num_threads()
     used = _activations(model, lambda: alone(draws[0]))
-    if _is_rounding(G, draws[0].k) and G.buffer[draws[0].k].any():
-        raise NotYet("losses are zero, and gradients rounding errors, as at the beginning of a distillation")
+    if _is_rounding(G, draws[0].k):
+        raise NotYet("losses are zero, as at the beginning of a distillation, and so are gradients")
     of_pass, of_row = threads * _CPU_PASS, threads * _CPU_ROW
     if device.type == "cuda":  # large passes are faster on GPUs (docs/performance.md)
         of_pass = torch.cuda.mem_get_info(device)[0] // 4
@@ -237,8 +237,8 @@ def _replaced(model: nn.Module, parts: Mapping[int, Tensor], forward: Callable[.
                 raise RowByRow(f"{type(layer).__name__} has parameters and layers, or a replaced forward")
             if own:
                 # Written to the dict of the layer, because `Module.__setattr__` takes much longer.
+                restored.callback(layer.__dict__.pop, "forward", None)  # before it is set, for Ctrl-C
                 layer.__dict__["forward"] = partial(forward, layer, own)
-                restored.callback(layer.__dict__.pop, "forward")
         yield
 
 

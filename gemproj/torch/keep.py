@@ -30,12 +30,17 @@ _NO_LABEL = (
 
 
 def examine(
-    kept: KeptSet, model: torch.nn.Module, vector: ParameterVector, loss: Loss, microbatch: int | None = None
+    kept: KeptSet,
+    model: torch.nn.Module,
+    vector: ParameterVector,
+    loss: Loss,
+    microbatch: int | None = None,
+    apart: bool = False,
 ) -> None:
     """Store the outputs and losses of the model for a new set, and leave out examples without a label.
 
     The model is called with as many examples as in a step. `loss` is the loss of the promise as it is
-    computed in training.
+    computed in training. `apart` says that some examples will be held out.
 
     Raises
     ------
@@ -82,12 +87,13 @@ def examine(
     kept.losses, means = _losses(model, vector, kept, microbatch, look)
     # After all passes, because only then can sharded processes report an error to each other.
     with topology.agreement({}):
-        if means and promise.allowed is not None:
+        kept.means = means > 0
+        if means and (apart or promise.allowed is not None):
             raise ValueError(
-                f"tolerance needs one loss for each example, shape ({means},); found (). Compute it with "
-                "reduction='none', or use CrossEntropy of gemproj.torch.losses (for causal language models "
-                "with shift=True); or pass microbatch=1, so that the loss is called with one example at a "
-                "time."
+                f"{'hold_out' if apart else 'tolerance'} needs one loss for each example, shape ({means},); "
+                "found (). Compute it with reduction='none', or use CrossEntropy of gemproj.torch.losses "
+                "(for causal language models with shift=True); or pass microbatch=1, which calls the loss with "
+                "one example at a time."
             )
         _check_finite(kept, numbers, loss, model, vector)
         kept.outputs = found

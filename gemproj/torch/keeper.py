@@ -170,7 +170,7 @@ class KeeperBase:
                 losses = torch.zeros(len(examples), dtype=torch.float64)
                 kept = KeptSet(name, chosen, examples, collate, [], losses, adapters(inner))
                 kept.own = promise is not None or (known is not None and known.own)
-                examine(kept, inner, vector, loss, self._microbatch)
+                examine(kept, inner, vector, loss, self._microbatch, hold_out > 0.0)
             with vector.topology.agreement({}):
                 if hold_out:
                     kept = _divided(kept, hold_out, self._random)
@@ -179,7 +179,7 @@ class KeeperBase:
         except BaseException:
             self._random.set_state(before)
             raise
-        if known is not None and known.promise != chosen:
+        if known is not None and known.promise.numbers() != chosen.numbers():
             self.history.forget(name)
         self.sets[name] = kept
         self._forecast.forget(name)

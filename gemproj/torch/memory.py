@@ -14,7 +14,7 @@ from gemproj.torch.data import Batch, Collate, PerExample, check_alike, divided,
 from gemproj.torch.promise import Loss, Promise
 
 # What a state has of a set.
-_STORED = ("name", "examples", "outputs", "losses", "adapter", "own", "listed", "queue")
+_STORED = ("name", "examples", "outputs", "losses", "adapter", "own", "means", "listed", "queue")
 
 
 @dataclass(repr=False)
@@ -37,6 +37,8 @@ class KeptSet:
         The adapters of peft that were active.
     own : bool
         Whether the promise is the set's own, not the keeper's.
+    means : bool
+        Whether the loss is a mean over the examples of a batch.
     listed : bool
         Whether the loss takes a list of outputs, not a batch of them.
     queue : list of int
@@ -53,6 +55,7 @@ class KeptSet:
     losses: Tensor
     adapter: str = ""
     own: bool = False
+    means: bool = False
     listed: bool = False
     queue: list[int] = field(default_factory=list)
     held: KeptSet | None = None
@@ -75,12 +78,13 @@ class KeptSet:
                 f"The examples of {self.name!r} were kept without outputs of the model, or with outputs in "
                 "another form than that of this loss. Use another name."
             )
+        apart = self.held.joined(more.held) if self.held and more.held else self.held or more.held
         whole = replace(
             more,
             examples=self.examples + more.examples,
             outputs=self.outputs + more.outputs,
             losses=torch.cat([self.losses, more.losses]),
-            held=self.held.joined(more.held) if self.held and more.held else self.held or more.held,
+            held=apart and replace(apart, promise=more.promise),
         )
         whole.check_outputs()
         whole.check()
@@ -131,14 +135,16 @@ class KeptSet:
         plain, apart = self.collate is default_collate, None if self.held is None else self.held.state_dict()
         wholes = {"examples": plain, "outputs": bool(self.outputs) and not self.listed}
         tried = {name: packed(held[name]) for name, whole in wholes.items() if whole}
-        batches = {name: batch for name, batch in tried.items() if batch is not None}
-        return held | batches | {"collated": not plain, "packed": [*batches], "held": apart}
+        batches = {name: found for name, found in tried.items() if found is not None}
+        held |= {name: batch for name, (batch, _) in batches.items()}
+        numbers = {name: found for name, (_, found) in batches.items()}
+        return held | {"collated": not plain, "packed": numbers, "held": apart}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], promise: Promise, collate: Collate) -> KeptSet:
         """Return a set from a state, a promise and a collate function."""
         held = {name: state[name] for name in _STORED}
-        held |= {name: divided(held[name]) for name in state["packed"]}
+        held |= {name: divided(held[name], numbers=found) for name, found in state["packed"].items()}
         if len(held["losses"]) != len(held["examples"]):
             raise ValueError(f"state has {len(held['losses'])} losses for {len(held['examples'])} examples.")
         apart = None if state["held"] is None else cls.from_state_dict(state["held"], promise, collate)

@@ -164,7 +164,7 @@ def call_loss(loss: Loss, model: torch.nn.Module, batch: Batch, n: int, outputs:
     except Exception as error:
         explain(error, batch)
         raise
-    return value.reshape(1) if n == 1 else value
+    return value.reshape(1) if n == 1 else value.reshape(()) if value.numel() == 1 else value
 
 
 def explain(error: Exception, batch: Batch) -> None:

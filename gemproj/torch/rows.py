@@ -65,7 +65,11 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
         raise ValueError("parameters must be tensors that require gradients, such as model.parameters().")
     found: list[list[Tensor]] = []
     for loss in losses:
-        _check_loss(len(found), loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            kind = type(loss).__name__
+            if isinstance(loss, Tensor):
+                kind = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+            raise ValueError(f"losses must be scalars that require a gradient; loss {len(found)} is {kind}.")
         gradients = torch.autograd.grad(loss.reshape(()), held, retain_graph=True, allow_unused=True)
         found.append(
             [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(held, gradients, strict=True)]
@@ -76,15 +80,6 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
     if flat:
         return torch.stack([torch.cat([g.reshape(-1) for g in one]) for one in found])
     return [torch.stack(block) for block in zip(*found, strict=True)]
-
-
-def _check_loss(k: int, loss: Any) -> None:
-    """Raise unless loss k is a scalar that requires a gradient."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        found = type(loss).__name__
-        if isinstance(loss, Tensor):
-            found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-        raise ValueError(f"losses must be scalars that require a gradient; loss {k} is {found}.")
 
 
 class Rows:
@@ -193,14 +188,15 @@ class Rows:
             due = torch.tensor(at, device=self.found.device)
             now = topology.sum_values(torch.stack([self.found[due], stored]))
             self.losses, self.stored = torch.stack(before).index_copy(1, due, now)
-        self._count, self.names = t, list(names)
         self.ages = [0 if whole or k in at else ages[k] for k in range(t)]
+        self._count, self.names = t, list(names)  # last, so that an interrupt leaves no rows
 
     def add(self, k: int, loss: Tensor, weight: float, fresh: bool) -> None:
         """Add the gradient of ``weight * loss`` to row k, which has no value yet if it is `fresh`."""
-        _check_loss(k, loss)
         factor = weight * self.scale
-        gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
+        gradients: list[Tensor | None] = [None] * len(self.vector.parameters)
+        if loss.requires_grad:  # otherwise the parameters on which it depends are frozen now
+            gradients = self.vector.gradients(loss if factor == 1.0 else loss * factor)
         reached = self.vector.gather(gradients, self.parts(k), add=not fresh)
         self.note(k, reached, self.found[k : k + 1] + weight * loss.detach())
 

@@ -348,11 +348,15 @@ class ProjectedStep:
             rows.norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)
         scaled = kind == "gradient" and not isinstance(self.optimizer, torch.optim.SGD)
         h = terms.right_hand_side(rows, measured.gram, rate, unit, scaled)
+        penalty: Any = terms.penalty
+        if penalty is not None and not alone and self._solution is not None:
+            used = abs(self._solution.multipliers)  # by the projection of the gradient
+            penalty = (penalty - used) * (penalty > used)
         options = check_options(
             keeper.method,
             h=h,
             margin=terms.weight * scale if alone and terms.weight is not None else 0.0,
-            penalty=None if terms.penalty is None else terms.penalty * scale,
+            penalty=None if penalty is None else penalty * scale,
             equality=False if terms.equal is None else terms.equal,
         )
         start = training.warm_start(kind, rows.names)

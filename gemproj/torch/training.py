@@ -122,6 +122,9 @@ class Training:
                 f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
                 "optimizer."
             )
+        for p in self._held() if self.keeper.project else ():
+            if not p.requires_grad:  # an optimizer moves what has a gradient, also after it was frozen
+                p.grad = None
         self.rows, self.warm = Rows(vector), {}
         self._known = self._parameters()
         for step in self.steps:
