@@ -11,7 +11,7 @@ pytest.importorskip("typer", reason="needs the extra examples")
 import torch
 
 from asv_benchmarks.benchmarks import common, peaks, timing
-from asv_benchmarks.reports import projection
+from asv_benchmarks.reports import figure, projection
 from asv_benchmarks.reports.candidates import FLOOR, GIVEN, LOOKS, MEAN, READ, candidates
 from asv_benchmarks.reports.quality import grade
 
@@ -96,8 +96,9 @@ def test_candidates_answer_the_same_question_again_and_again(t):
 
 
 def test_the_report_is_written_with_its_figure(impatient, tmp_path, monkeypatch):
-    out, figure = tmp_path / "bench.md", tmp_path / "bench.png"
-    projection.main(t="1,2", d=20_000, seconds=0.0, out=out, figure=figure)
+    out, picture = tmp_path / "bench.md", tmp_path / "bench.png"
+    projection.main(t="1,2", d=20_000, seconds=0.0, out=out)
+    figure.main(out, picture)
     rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith(f"| {GIVEN} |")]
     assert [row[3] for row in rows] == ["1.0", "1.0"]  # over itself
-    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")

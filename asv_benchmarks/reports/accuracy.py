@@ -4,11 +4,13 @@ Writes the tables and the figure of docs/accuracy.md. ``python docs/tables.py`` 
 """
 
 import platform
+import re
 from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from textwrap import fill
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -178,39 +180,48 @@ def trust(results: Results) -> str:
     )
 
 
-def picture(results: Results, solvers: list[str], path: Path) -> None:
-    """Draw the matrix: powers of ten, paler is better, and crosses with percentages of failures.
+def read(text: str) -> dict[str, dict[str, tuple[float, int]]]:
+    """Return of a page of details, by family and solver, the worst error and the failures in percent."""
+    found: dict[str, dict[str, tuple[float, int]]] = {}
+    for line in text.splitlines():
+        if line.startswith("<summary>"):
+            family = found.setdefault(line.removeprefix("<summary>").removesuffix("</summary>"), {})
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if cells and cells[0] in SOLVERS:
+            failures = re.fullmatch(r"(\d+)/(\d+)", cells[5])
+            percent = -(-100 * int(failures[1]) // int(failures[2])) if failures else 0
+            family[cells[0]] = float(cells[3] or "nan"), percent
+    return found
 
-    Colours also differ in brightness, for readers who see no hues; NaN is white. Texts have 9 pixels or more
-    in a figure as wide as a page of the documentation.
+
+def picture(details: str, path: Path) -> None:
+    """Draw the matrix of a page of details: powers of ten, paler is better, and percentages of failures.
+
+    Colours also differ in brightness, for readers who see no hues; NaN is white. Texts have 9 pixels in a
+    figure as wide as a phone, so only solvers are shown that aim at the exact answer.
     """
-    rows = [[cells[solver] for solver in solvers] for cells in results.values()]
-    errors = np.array([[cell.worst("error") for cell in row] for row in rows])
-    exact = sum(SOLVERS[solver].aim == "exact" for solver in solvers)
-    centers = np.arange(len(solvers)) + 0.5
-    centers[exact:] += 0.2  # set apart from the others
+    found = read(details)
+    solvers = [name for name in next(iter(found.values())) if SOLVERS[name].aim == "exact"]
+    errors = np.array([[cells[solver][0] for solver in solvers] for cells in found.values()])
     powers = np.log10(np.clip(errors, 1e-16, 1.0))
-    size = (2.2 + 0.42 * len(solvers), 1.9 + 0.27 * len(rows))
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    look = {"cmap": "OrRd", "vmin": -16, "vmax": 0, "edgecolors": "w", "linewidth": 1.5}
-    for part in filter(len, (np.arange(exact), np.arange(exact, len(solvers)))):
-        edges = np.append(centers[part] - 0.5, centers[part[-1]] + 0.5), np.arange(len(rows) + 1)
-        image = axes.pcolormesh(*edges, powers[:, part], **look)
+    width, size = 1.15 + 0.32 * len(solvers), 9.2
+    figure, axes = plt.subplots(figsize=(width, 1.8 + 0.31 * len(found)), layout="constrained")
+    look: dict[str, Any] = {"cmap": "OrRd", "vmin": -16, "vmax": 0, "edgecolors": "w", "linewidth": 1.2}
+    image = axes.pcolormesh(powers, **look)
     axes.invert_yaxis()
     for (i, j), value in np.ndenumerate(powers):
-        cell = rows[i][j]
-        text = f"✗{cell.percent}" if cell.failed else f"{round(np.log10(max(cell.worst('error'), 1e-16)))}"
-        weight, color = "bold" if cell.failed else "normal", "w" if value > -5 else "k"
-        axes.text(centers[j], i + 0.5, text, ha="center", va="center", size=9, weight=weight, color=color)
-    names = [solver.removesuffix(", 100 steps") for solver in solvers]
-    axes.set_xticks(centers, names, rotation=45, ha="right", rotation_mode="anchor", size=9)
-    axes.set_yticks(np.arange(len(rows)) + 0.5, list(results), size=9)
+        percent = list(found.values())[i][solvers[j]][1]
+        text = f"{percent}" if percent else f"{round(value)}"
+        weight, color = "bold" if percent else "normal", "w" if value > -5 else "k"
+        axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", size=size, weight=weight, color=color)
+    look = {"rotation": 60, "ha": "right", "rotation_mode": "anchor", "size": size}
+    axes.set_xticks(np.arange(len(solvers)) + 0.5, solvers, **look)
+    axes.set_yticks(np.arange(len(found)) + 0.5, [fill(name, 16) for name in found], size=size)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    label = r"power of ten of the worst error $|x - x^*| / |g|$"
     bar = figure.colorbar(image, location="bottom", fraction=0.03, pad=0.01, aspect=50)
-    bar.set_label(label, size=9)
-    bar.ax.tick_params(labelsize=9)
+    bar.set_label("power of ten of the worst error", size=size)
+    bar.ax.tick_params(labelsize=size)
     figure.savefig(path, dpi=200)
     plt.close(figure)
 
@@ -232,11 +243,15 @@ def main(
     ] = None,
     families: Words = None,
     solvers: Words = None,
+    draw: Annotated[bool, typer.Option("--draw", help="Measure nothing: draw the details in OUT.")] = False,
 ) -> None:
     """Measure the errors of all solvers in all families, and write tables and figure."""
     if out is None and (families, solvers) != (None, None):
         raise typer.BadParameter("a part of the tables does not replace docs/results; name a folder: --out")
     out = RESULTS if out is None else out
+    if draw:
+        picture((out / "accuracy-details.md").read_text(), out / "accuracy.png")
+        return
     asked = pick(SOLVERS, solvers)
     used = [solver for solver in asked if not SOLVERS[solver].missing]
     drawn = {name: list(FAMILIES[name].problems(REPEATS, LARGEST)) for name in pick(FAMILIES, families)}
@@ -252,7 +267,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     publish(["\n".join(overview)], out / "accuracy.md")
     (out / "accuracy-details.md").write_text("\n".join(details(results)))
-    picture(results, [solver for solver in used if SOLVERS[solver].aim != "careful"], out / "accuracy.png")
+    picture((out / "accuracy-details.md").read_text(), out / "accuracy.png")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Any
 import typer
 from matplotlib.figure import Figure
 
-from asv_benchmarks.reports.figure import logarithmic
-from examples.common.drawing import noted, plt, save
+from asv_benchmarks.reports.figure import logarithmic, stacked
+from examples.common.drawing import noted, save
 
 RESULTS = Path("docs", "results")
 # By column of the report: the label and the look of its line.
@@ -40,7 +40,7 @@ def read(report: str, d: int) -> dict[str, dict[int, float]]:
 
 def draw(report: str) -> Figure:
     """Draw a panel for each number of parameters."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 5.2))
+    figure, panels = stacked()
     for axes, d in zip(panels, COLUMNS, strict=True):
         curves = read(report, d)
         logarithmic(axes, f"d = {d:,} parameters, float32", "Constraints t")
@@ -48,8 +48,7 @@ def draw(report: str) -> Figure:
             line = {"markersize": 7, "markeredgecolor": "white", "linewidth": 1.4} | look
             axes.plot(*zip(*curves[name].items(), strict=True), **line, label=label)
         axes.set_xticks(list(curves["eager"]), list(map(str, curves["eager"])))
-    panels[0].set_ylabel("Time of one projection (ms)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=1)
     device, *_ = report.split(",")
     note = (
         f"{device}. Medians of 5 to 30 calls with empty caches. Memory floor: G and g "

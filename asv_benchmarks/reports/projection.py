@@ -16,17 +16,15 @@ from asv_benchmarks.benchmarks.common import LORA, Problem, batch, problem
 from asv_benchmarks.benchmarks.peaks import peak_memory
 from asv_benchmarks.benchmarks.peers import agem_published, floor
 from asv_benchmarks.benchmarks.timing import FEWEST, MOST, Call, burst, in_turn, settle
-from asv_benchmarks.reports.candidates import FLOOR, GIVEN, LOOKS, MEAN, READ, by_columns, candidates
-from asv_benchmarks.reports.figure import Curves, draw
+from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MEAN, READ, by_columns, candidates
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.quality import grade
 from asv_benchmarks.reports.tables import Table, digits, power, publish
-from examples.common.drawing import save
 from gemproj import project
 
 BACKENDS = {"numpy": "NumPy", "torch": "torch"}
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 2_200_000)
-# Constraints of the problems of different sizes: the figure's second panel, and the table of sizes.
+# Constraints of the problems of different sizes.
 SWEPT_T = 9
 HEAD = [
     "", "ms", "ms after torch", "/ A-GEM given", "/ A-GEM mean", "/ floor", "violation", "error",
@@ -41,8 +39,8 @@ NOTE = (
 )
 
 
-def compare(t: int, d: int, seconds: float, curves: Curves) -> Table:
-    """Measure all candidates on one problem, and add them to the curves over t."""
+def compare(t: int, d: int, seconds: float) -> Table:
+    """Measure all candidates on one problem."""
     G, g, _ = problem("torch", "float32", t, d)
     found = candidates(G, g)
     solving = [name for name in found if name not in (FLOOR, READ)]
@@ -69,20 +67,7 @@ def compare(t: int, d: int, seconds: float, curves: Curves) -> Table:
             row += [power(q) for q in qualities[name]]
             row += ["-" if bytes_ is None else f"{100 * bytes_ / G.nbytes:.0f}"]
         table.rows.append(row + [""] * (len(HEAD) - len(row)))
-        curves.setdefault(name, {})[t] = times[name, "at rest"]
     return table
-
-
-def sweep(d: int, seconds: float) -> Curves:
-    """Return the curves of the main candidates over the number of parameters, up to d."""
-    curves: Curves = {name: {} for name in LOOKS}
-    below = [size for power in range(3, 9) for size in (10**power, 3 * 10**power) if size < 0.8 * d]
-    for size in [*below, d]:
-        G, g, _ = problem("torch", "float32", SWEPT_T, size)
-        calls = {name: call for name, call in candidates(G, g).items() if name in LOOKS}
-        for name, taken in in_turn(calls, seconds).items():
-            curves[name][size] = taken
-    return curves
 
 
 def sizes(seconds: float, largest: int) -> Table:
@@ -136,21 +121,17 @@ def main(
         float, typer.Option(help=f"Time for the repetitions of a call, {FEWEST} to {MOST} rounds.")
     ] = 0.5,
     out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Also draw times over t and d into this PNG.")] = None,
 ) -> None:
     """Time one projection with every method and every published recipe."""
-    curves: Curves = {}
 
     def parts() -> Iterator[object]:
         yield f"d = {d:,}, float32. {describe()}\n\n{NOTE}\n"
         for count in map(int, t.split(",")):
-            yield compare(count, d, seconds, curves)
+            yield compare(count, d, seconds)
         yield sizes(seconds, d)
         yield from small(seconds)
 
     publish(parts(), out)
-    if figure is not None:
-        save(figure, draw, curves, sweep(d, seconds), d, SWEPT_T)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The style of figures, and parts of them."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -12,7 +12,6 @@ matplotlib.use("Agg")  # before pyplot: no window, also without a display
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK = "#333333"
@@ -50,31 +49,17 @@ def save(path: Path, drawing: Callable[..., Figure], *arguments: Any, **look: An
 def dark(path: Path) -> Path:
     """Write the copy of ``NAME-light.svg`` for dark pages, ``NAME-dark.svg``, and return its path.
 
-    Lightness is turned around and hues are kept, as by the filter `invert(1) hue-rotate(180deg)` of CSS.
+    Greys are turned around. Colours become paler, so that the lighter of two blues is so on both pages.
     """
 
     def turned(found: re.Match[str]) -> str:
-        inverted = 1 - np.array(list(bytes.fromhex(found[1]))) / 255
-        colour = np.clip(2 * inverted @ (0.213, 0.715, 0.072) - inverted, 0, 1)
-        return f"#{bytes((255 * colour).round().astype(np.uint8)).hex()}"
+        colour = np.array(list(bytes.fromhex(found[1])), float)
+        colour = 255 - colour if np.ptp(colour) == 0 else 255 - 0.7 * (255 - colour)
+        return f"#{bytes(colour.round().astype(np.uint8)).hex()}"
 
     copy = path.with_name(path.name.replace("-light", "-dark"))
     copy.write_text(re.sub("#([0-9a-f]{6})", turned, path.read_text()))
     return copy
-
-
-def bar(axes: Axes, x: float, estimate: Any, scale: float, width: float, **look: Any) -> None:
-    """Draw a mean as a bar, with its standard deviation if there is one."""
-    axes.bar(x, scale * estimate["mean"], width, **look)
-    if estimate["std"] is not None:
-        mean, std = scale * estimate["mean"], scale * estimate["std"]
-        axes.errorbar(x, mean, std, color=INK, capsize=3, linewidth=1.1, zorder=3)
-
-
-def ticks(axes: Axes, names: Sequence[str]) -> None:
-    """Name the groups of bars."""
-    axes.set_xticks(range(len(names)), names)
-    axes.tick_params(axis="x", length=0)
 
 
 def noted(figure: Figure, text: str) -> Figure:

@@ -5,6 +5,7 @@ accuracy, the cost of its projection, and whether its steps kept GEM's promise. 
 an interruption the same command continues where it stopped.
 """
 
+import json
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def parser() -> ArgumentParser:
     )
     found.add_argument("--cache", type=Path, help="folder for the small GPT-2, by default the user's cache")
     found.add_argument("--out", type=Path, help="folder for results, by default runs/agnews-PRESET")
+    found.add_argument("--draw", action="store_true", help="run nothing: draw OUT/results.json")
     found.add_argument(
         "--jobs", type=command.count, help="runs at once, by default one for each core, or one on a GPU"
     )
@@ -68,12 +70,18 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
     if settings.get("methods") == ("all",):
         settings["methods"] = METHODS
     config = replace(PRESETS[given["preset"]], **settings)
+    out = given["out"] or Path("runs", f"agnews-{config.preset}")
+    if given["draw"]:
+        from . import figures, report
+
+        records = json.loads((out / "results.json").read_text(encoding="utf-8"))["runs"]
+        figures.draw(records, {"": report.summarize(records)}, out)
+        return
     per_class = [sum(column) for column in zip(*stream.rows_needed(config), strict=True)]
     articles = data.load(given["data"], "--data", per_class)
 
     from . import experiment  # torch and transformers take seconds to import; --help should not wait
 
-    out = given["out"] or Path("runs", f"agnews-{config.preset}")
     experiment.run(config, articles, given["cache"] or cache_folder(), out, given["jobs"], console)
 
 

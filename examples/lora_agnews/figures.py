@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..common.drawing import INK, bar, noted, plt, save, ticks
+from ..common.drawing import noted, plt, save
 from ..common.metrics import Record, grouped
 from .methods import METHODS
 from .report import Summary
@@ -22,23 +22,28 @@ def draw(records: Sequence[Record], panels: Panels, out: Path) -> list[Path]:
 
 
 def final_accuracy(records: Sequence[Record], panels: Panels) -> Figure:
-    """Draw bars of the final average accuracy, with a dot for each seed."""
-    widths = [1.4 + 0.95 * max(len(numbers), 2) for numbers in panels.values()]
-    size = sum(widths), 3.4 + 0.4 * (len(panels) > 1)
-    figure, [row] = plt.subplots(
-        1, len(widths), figsize=size, sharey=True, width_ratios=widths, squeeze=False
+    """Draw a row for each method: its mean final average accuracy, and below it a dot for each seed."""
+    counts = [len(numbers) for numbers in panels.values()]
+    size = 4.8, 1.1 + 0.34 * sum(counts) + 0.5 * (len(panels) > 1)
+    figure, column = plt.subplots(
+        len(counts), 1, figsize=size, sharex=True, height_ratios=counts, squeeze=False
     )
-    for axes, (title, numbers) in zip(row, panels.items(), strict=True):
-        axes.set_title(title, fontsize=9)
-        for x, name in enumerate(numbers):
-            bar(axes, x, numbers[name]["average_accuracy"], 100, 0.62, color=METHODS[name].colour)
-        ticks(axes, [METHODS[name].title.replace(", ", ",\n") for name in numbers])
-    for x, name in enumerate(numbers):
-        values = [100 * run["metrics"]["average_accuracy"] for run in grouped("method", records)[name]]
-        aside = np.linspace(0.12, 0.24, len(values))  # beside the error bar
-        axes.scatter(x + aside, values, s=16, color="white", edgecolor=INK, linewidth=0.8, zorder=4)
-    row[0].set(ylim=(0, 100), ylabel="Final average accuracy (%)")
-    return noted(figure, f"Dots: seeds. Error bars: {spread(records)}.")
+    runs = grouped("method", records)
+    for axes, (title, numbers) in zip(column.flat, panels.items(), strict=True):
+        axes.set_title(title, fontsize=10, loc="left")
+        for y, name in enumerate(numbers):
+            estimate, colour = numbers[name]["average_accuracy"], METHODS[name].colour
+            std = None if estimate["std"] is None else 100 * estimate["std"]
+            axes.errorbar(100 * estimate["mean"], y, xerr=std, fmt="o", color=colour, capsize=3, markersize=7)
+            if title == [*panels][-1]:  # the published numbers are means
+                values = [100 * run["metrics"]["average_accuracy"] for run in runs[name]]
+                axes.plot(values, [y + 0.33] * len(values), "o", color=colour, markersize=3, alpha=0.8)
+        axes.set_yticks(range(len(numbers)), [METHODS[name].title for name in numbers])
+        axes.set_ylim(len(numbers) - 0.4, -0.6)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=True, axis="both")
+    axes.set(xlim=(0, 100), xlabel="Final average accuracy (%)")
+    return noted(figure, f"Small dots: seeds. Error bars: {spread(records)}.")
 
 
 def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
