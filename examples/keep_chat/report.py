@@ -212,6 +212,9 @@ def front(records: Sequence[Record]) -> Figure:
     figure.supylabel("Loss on the new skill, nats per token", fontsize=10)
     figure.supxlabel("Divergence held out, nats per token", fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    size = 10 if len(labels) < 5 else 8  # with all methods, two columns are as wide as the figure
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=size)
+    if len(skills) % 2:
+        axes.flat[-1].legend(handles, [label.replace(" (", "\n(") for label in labels], loc="center")
+    else:
+        size = 10 if len(labels) < 5 else 8  # with all methods, two columns are as wide as the figure
+        figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=size)
     return figure

@@ -34,10 +34,13 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
 
 
 def page(stream: str, found: Found) -> str:
-    """Return all tables of a stream, each below its caption: of the methods and of their variants."""
+    """Return the figure of a stream and all tables, each below its caption: of methods and of variants."""
     names = named(stream)
     main = found.only(names)
     parts = [report.accuracy(main), report.cost(main), report.promises(main)] if main.runs else []
+    if "replay" in main.runs and len(main.runs) > 1:
+        told = "Final average accuracy of each method minus that of replay"
+        parts.insert(0, f"![{told}]({stream}-differences.png)")
     parts += [report.differences(main, baseline) for baseline in ("replay", "gem") if baseline in main.runs]
     if missing := [METHODS[name].title for name in names if name not in main.runs]:
         parts.append(f"No reported runs yet: {', '.join(missing)}.")
