@@ -202,6 +202,8 @@ def picture(details: str, path: Path) -> None:
     """
     found = read(details)
     solvers = [name for name in next(iter(found.values())) if SOLVERS[name].aim == "exact"]
+    if not solvers:
+        return
     errors = np.array([[cells[solver][0] for solver in solvers] for cells in found.values()])
     powers = np.log10(np.clip(errors, 1e-16, 1.0))
     width, size = 1.15 + 0.32 * len(solvers), 9.2
