@@ -92,8 +92,8 @@ def examine(
             raise ValueError(
                 f"{'hold_out' if apart else 'tolerance'} needs one loss for each example, shape ({means},); "
                 "found (). Compute it with reduction='none', or use CrossEntropy of gemproj.torch.losses "
-                "(for causal language models with shift=True); or pass microbatch=1, so that the loss is called "
-                "with one example at a time."
+                "(shift=True for causal language models); or pass microbatch=1, so that it gets one "
+                "example at a time."
             )
         _check_finite(kept, numbers, loss, model, vector)
         kept.outputs = found
