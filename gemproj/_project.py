@@ -30,6 +30,7 @@ def project(
     metric: Blocks | None = None,
     warm_start: Array | None = None,
     out: Blocks | None = None,
+    **unknown: Any,
 ) -> Any:
     """Return the projection of g onto ``{x : G @ x >= h}``; h = 0 is Gradient Episodic Memory.
 
@@ -89,6 +90,8 @@ def project(
     >>> x[0].tolist(), x[1].tolist()
     ([[1.0], [1.0]], [-3.0, 1.0])
     """
+    if unknown:
+        raise TypeError(f"project has no option {min(unknown)!r}; GEM's memory strength is margin=.")
     arrays = G, g, metric, h, margin, penalty, equality, warm_start
     torch = None if type(g) is np.ndarray else sys.modules.get("torch")
     if torch is not None and (route := _route(torch, method, arrays)):

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 from models import EACH, begin, loss, perceptron, sgd, task  # noqa: E402
 
+from gemproj import project  # noqa: E402
 from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 
@@ -74,7 +75,10 @@ CALLS = [
     (lambda: keeper(Promise(EACH, tolerance=0.1), method="gem2017", on="gradient"), ValueError, "tolerance cannot be combined with method"),
     (lambda: keeper(SAID, method="gem2017", on="gradient"), ValueError, "tolerance cannot be combined with method"),
     (lambda: keeper(weight=0.5), TypeError, r"weight is an option of Promise: pass promise=Promise\(..., weight="),
-    (lambda: keeper(strength=0.5), TypeError, "Keeper got an unexpected keyword argument 'strength'"),
+    (lambda: keeper(per="label"), TypeError, "Keeper got an unexpected keyword argument 'per'"),
+    (lambda: keeper(memory_strength=0.5), TypeError, r"weight is an option of Promise: pass promise=Promise\(\.\.\., weight="),
+    (lambda: Promise(margin=0.5), TypeError, "margin is named weight here"),
+    (lambda: project([[1.0]], [1.0], memory_strength=0.5), TypeError, "no option 'memory_strength'; GEM's memory strength is margin="),
     (lambda: keeper(process_group=0), TypeError, "process_group must be a"),
     # --- what optimizers hold: what is trainable, once, and nothing else
     (lambda: keeper(make=lambda m: [halves(m)[0], sgd(m[2].parameters(), maximize=True)]), ValueError, "maximize=True"),

@@ -10,7 +10,6 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.figure import Figure
 
 # For light and for dark pages; each pair has a contrast of 4.5 or more with its ground.
@@ -108,4 +107,3 @@ def reset(gallery_conf: dict[str, Any], name: str) -> None:
     """Start each script of the gallery in the same style."""
     plt.rcdefaults()
     plt.rcParams.update(STYLE)
-    torch.set_num_threads(1)  # the networks are tiny: more threads would only wait for each other

@@ -70,7 +70,7 @@ def page(records: Sequence[Record]) -> str:
             f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
             f"{seeds} seed{each}.\n\n{table(runs)}"
         )
-    return "\n\n".join([*parts, gates(usual_rate(compared(records)))])
+    return "\n\n".join([*parts, gates(usual_rate(compared(records))), ranges(usual_rate(records))])
 
 
 def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], digits: int) -> str:
@@ -128,6 +128,19 @@ def gates(records: Sequence[Record]) -> str:
     head = ["First run at the usual setting", *(f"at most {gate:g}" for gate in GATES)]
     note = "Runs whose divergence held out passes the gate; in brackets, within a tenth of it."
     return f"{note}\n\n{markdown_table(head, rows)}"
+
+
+def ranges(records: Sequence[Record]) -> str:
+    """Return the least and the largest divergence of each method, over all skills, seeds and forms."""
+    runs = [run for run in records if run["adapters"] == "lora" and run["kind"] in ("outputs", "promise")]
+    rows = []
+    for name, some in grouped("name", runs).items():
+        found = [run["held_out"] for run in some]
+        asked = some[0]["value"] if some[0]["kind"] == "promise" else float("nan")
+        over = "-" if asked != asked else f"{min(found) / asked:.2f} to {max(found) / asked:.2f}"
+        rows.append([name, str(len(some)), f"{min(found):.4f} to {max(found):.4f}", over])
+    head = ["All runs", "Number", "Divergence held out", "Over what was asked"]
+    return markdown_table(head, rows)
 
 
 def _is(kind: str, value: float) -> Callable[[Record, float], bool]:

@@ -48,6 +48,7 @@ def markdown(records: Sequence[Record], summary: Summary) -> str:
     runs = grouped("method", records)
     seeds = max(len(numbers["seeds"]) for numbers in summary.values())
     spread = "One seed" if seeds == 1 else f"Mean ± sample standard deviation (n - 1) over {seeds} seeds"
+    spread += ", too few to tell methods apart: see --seeds" if seeds == 2 else ""
     lines: list[list[dict[str, str]]] = [[], [], []]
     for name, numbers in summary.items():
         method = METHODS[name]

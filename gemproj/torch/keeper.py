@@ -22,7 +22,7 @@ from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
 from gemproj.torch.keep import examine, scored, undisturbed
 from gemproj.torch.memory import KeptSet
-from gemproj.torch.promise import Loss, Promise, as_promise
+from gemproj.torch.promise import STRENGTHS, Loss, Promise, as_promise
 from gemproj.torch.rows import Rows, unwrapped
 from gemproj.torch.step import On, ProjectedStep, check_promise, total_norm
 from gemproj.torch.training import Training, adapters
@@ -53,8 +53,9 @@ class KeeperBase:
         **misplaced: Any,
     ) -> None:
         for option in misplaced:
-            if option in {known.name for known in fields(Promise)}:
-                raise TypeError(f"{option} is an option of Promise: pass promise=Promise(..., {option}=...).")
+            name = "weight" if option in STRENGTHS else option
+            if name in {known.name for known in fields(Promise)}:
+                raise TypeError(f"{name} is an option of Promise: pass promise=Promise(..., {name}=...).")
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {option!r}")
         self._given = callable(promise) or isinstance(promise, Promise)  # for sets that come later
         self.promise, self.on, self.method = as_promise(promise, self._usual), on, method

@@ -21,6 +21,8 @@ Loss = Callable[..., Tensor]
 # The tolerance of losses that compare with stored outputs, in nats: small beside the divergence that
 # fine-tuning causes (.2 to .3 for a chat model), and large beside its rounding.
 _USUAL = 0.05
+# Other names of the weight of a promise.
+STRENGTHS = {"margin", "memory_strength", "strength"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ class Promise:
     repair: float = 1.0
     equal: bool = False
     penalty: float | None = None
+
+    def __new__(cls, *args: Any, **options: Any) -> Promise:
+        """Raise for other names of the weight."""
+        for name in options.keys() & STRENGTHS:
+            raise TypeError(f"{name} is named weight here: Promise(loss, weight=...).")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _check_function(self.loss)
