@@ -105,7 +105,7 @@ def _split(flat: Tensor, like: Sequence[Tensor], g: Blocks) -> list[Tensor]:
     """Return an array as blocks with the shapes and dtypes of `like`, unless g is an array."""
     if isinstance(g, Tensor):
         return [flat.to(like[0].dtype)]
-    parts = flat.split([a.numel() // flat.shape[:-1].numel() for a in like], dim=-1)
+    parts = flat.split([a.shape[flat.ndim - 1 :].numel() for a in like], dim=-1)
     return [p.reshape(a.shape).to(a.dtype, copy=True) for p, a in zip(parts, like, strict=True)]
 
 
@@ -137,7 +137,7 @@ def _(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tuple[Tenso
 def _(info: Any, dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     tensors = list(args)
     given = list(zip(tensors, dims, (2, *[1] * 7), strict=False))  # with the dimensions of one problem
-    rank = max(a.ndim - (d is not None) - k for a, d, k in given if a is not None)
+    rank = max(a.ndim - (d is not None) - k for a, d, k in given[:3] if a is not None)
     for i, (a, d, k) in enumerate(given):
         # g and the warm start get the mapped dimension even if they are not mapped.
         if a is not None and (d is not None or i in (1, 7)):

@@ -212,6 +212,7 @@ def real_numbers(value: Any, name: str) -> np.ndarray:
     refuse_masked(value, name)
     with suppress(TypeError, ValueError, RuntimeError):
         found = to_numpy(value) if is_array(value) else np.asarray(value)
+        found = found if found.size else found.astype(bool if name == "equality" else float)
     if found is None or found.dtype.kind not in "bfiu" or (found.dtype.kind == "b") != (name == "equality"):
         raise TypeError(f"{name} must be {kind}; found {value!r}.")
     if np.count_nonzero(fits := valid(found)) < found.size:

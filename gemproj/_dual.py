@@ -300,7 +300,7 @@ def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.nda
     if not (np.count_nonzero(void) or np.count_nonzero(rays)):
         return without
     size = np.where(bounds.off, 0.0, np.abs(h))
-    longest = np.max(norms, axis=-1, keepdims=True)
+    longest = np.max(np.where(bounds.off, 0.0, norms), axis=-1, keepdims=True)
     largest = np.maximum(np.max(size, axis=-1, keepdims=True), longest * np.sqrt(gram.gg)[..., None])
     slight = (norms <= SLIGHT * longest) & (size <= SLIGHT * largest)
     void &= ~slight

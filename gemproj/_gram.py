@@ -104,8 +104,8 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     given = {"K": K, "b": b} | ({} if gg is None else {"gg": gg})
     for name, a in given.items():
         check_array(a, name)
-    refuse_transformed(list(given.values()))
     namespace(*given.values())  # raises if there are several libraries
+    refuse_transformed(list(given.values()))
     of_K, of_b = tuple(K.shape), tuple(b.shape)
     if len(of_K) < 2 or of_K[-1] != of_K[-2]:
         raise ValueError(f"K must be a Gram matrix of shape (..., t, t); found {of_K}.")

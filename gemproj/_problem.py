@@ -128,11 +128,12 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     Without `values` only types and shapes are checked, because torch.func does not allow reading values.
     """
     rows, keys = as_blocks(G, "G")
-    vector, _ = as_blocks(g, "g", (keys, rows))
+    vector, of_g = as_blocks(g, "g", (keys, rows))
     weight = None if metric is None else as_blocks(metric, "metric", (keys, rows))[0]
     if isinstance(keys, list) and (order := list(g)) != keys:  # x follows the key order of g
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
+    keys = keys if isinstance(keys, list) else of_g  # x is a list or a tuple, as g is
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
     if keys is not None and not all(map(is_, rows, vector)) and _alike(rows, vector):
         warn(

@@ -194,9 +194,14 @@ class DualSolution:
     def cosine(self) -> Any:
         """Return the cosine between g and x, shape (...); 1 if g is zero, 0 if x is zero to rounding."""
         (_, b, gg), square = self.gram, np.maximum(self._square(), 0.0)
-        inner = gg + np.sum(b * self.multipliers, axis=-1)
+        inner, zero = gg + np.sum(b * self.multipliers, axis=-1), self._vanishes()
+        if self._rows is not None:  # where K has lost the digits of x
+            where, a, (x, _) = self._rows.where, self._rows.a, self._x()
+            square, inner, zero, gg = map(np.array, (square, inner, zero, gg))
+            square[where], inner[where] = np.sum(x * x, axis=-1), np.sum(a * x, axis=-1)
+            zero[where] = square[where] <= (8 * a.shape[-1] * EPS) ** 2 * gg[where]
         # One root after the other, because the product of the squares may overflow.
-        cosine = np.where(self._vanishes(), 0.0, inner * inverse(np.sqrt(gg)) * inverse(np.sqrt(square)))
+        cosine = np.where(zero, 0.0, inner * inverse(np.sqrt(gg)) * inverse(np.sqrt(square)))
         return np.where(gg > 0, cosine, 1.0)
 
     @in_numpy
@@ -239,8 +244,11 @@ class DualSolution:
         return self._numpy
 
     def _moved(self, move: Callable[[Array], Array]) -> DualSolution:
-        def moved(a: Any) -> Any:
-            return type(a)(*map(moved, a)) if isinstance(a, tuple) else a if a is None else move(a)
+        def one(a: Any) -> Any:
+            return a if a is None else move(a)
+
+        def moved(a: Any) -> Any:  # a function that called itself would keep the problem in memory
+            return type(a)(*map(one, a)) if isinstance(a, tuple) else one(a)
 
         names = "multipliers", "gram", "bounds", "iterations", "status"
         return replace(self, **{name: moved(getattr(self, name)) for name in names})
@@ -299,13 +307,19 @@ class DualSolution:
         if not self._exact:  # this error is negligible for an exact method without coordinates
             moved += EPS * np.sum(np.abs(lam) * self._norms(), axis=-1)
         if self._rows is not None:
-            where, V, a, _ = self._rows
-            x = a + np.matmul(lam[where][:, None, :], V)[:, 0]
-            there = np.matmul(V, x[..., None])[..., 0] - h[where]
-            step = np.matmul(self._rows.step(np.where(self.free[where], there, 0.0))[:, None, :], V)[:, 0]
+            (x, step), where = self._x(), self._rows.where
             moved[where] += np.linalg.norm(step, axis=-1)
-            s[where] = np.matmul(V, (x + step)[..., None])[..., 0] - h[where]
+            s[where] = np.matmul(self._rows.V, x[..., None])[..., 0] - h[where]
         return s if off is None else np.where(off, 0.0, s), moved
+
+    def _x(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return x, as stage 3 computes it, and its correction, where coordinates are from G."""
+        assert self._rows is not None
+        where, V, a, _ = self._rows
+        x = a + np.matmul(self.multipliers[where][:, None, :], V)[:, 0]
+        there = np.matmul(V, x[..., None])[..., 0] - self._right()[where]
+        step = np.matmul(self._rows.step(np.where(self.free[where], there, 0.0))[:, None, :], V)[:, 0]
+        return x + step, step
 
 
 @dataclass(frozen=True, eq=False, slots=True)

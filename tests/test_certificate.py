@@ -223,6 +223,10 @@ def test_cosine_is_between_g_and_x(xp, rng):
     expected = g @ x / np.linalg.norm(g) / np.linalg.norm(x)
     assert float(solve_dual(xp.array(G), xp.array(g)).cosine()) == pytest.approx(expected)
     assert float(solve_dual(xp.array(G), xp.array(0 * g)).cosine()) == 1.0
+    for tilt in (1e-5, 1e-7):  # K has lost the digits of x
+        opposite = xp.array(np.array([[1.0, 0, 0], [-1, tilt, 0]]))
+        found = solve_dual(opposite, xp.array(np.array([1.0, -1, 3]))).cosine()
+        assert float(found) == pytest.approx(3 / np.sqrt(11))
     for _ in range(10):  # x* is zero, and what is computed is rounding, which has a cosine by chance
         rows = rng.standard_normal((3, 3))
         both, vector = xp.array(np.concatenate([rows, -rows])), xp.array(rng.standard_normal(3))

@@ -1,5 +1,6 @@
 """Compiled loops in every layout of memory, bit for bit between thread counts, and the threads themselves."""
 
+import gc
 import itertools
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from problems import assert_close
 
 import gemproj
-from gemproj import Exact, Status, combine, gram, project, solve_gram
+from gemproj import Exact, Status, combine, gram, project, solve_dual, solve_gram
 from gemproj._problem import check_problem
 from gemproj.backends import select
 from gemproj.backends.numba import installed
@@ -189,6 +191,14 @@ def test_what_the_loops_cannot_read_is_read_portably(change, tolerance, rng):
     rows, vector, metric = (*change(G, g), None)[:3]
     assert select(check_problem(rows, vector, metric)).name == "portable"
     assert_close(project(rows, vector, metric=metric), project(G, g), atol=tolerance)
+
+
+def test_negated_views_in_blocks_are_read_portably(rng):
+    torch = pytest.importorskip("torch")
+    G, g = (torch.from_numpy(rng.standard_normal((*shape, 3)) * 1j).conj() for shape in ((2,), ()))
+    x = project([torch.ones(2, 5).double(), G.imag], [-torch.ones(5).double(), g.imag])
+    expected = project([torch.ones(2, 5).double(), G.imag + 0.0], [-torch.ones(5).double(), g.imag + 0.0])
+    torch.testing.assert_close(x, expected)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -421,6 +431,22 @@ def test_interrupts_and_signal_handlers(name):
     """Neither an interrupt nor a signal handler that projects hangs."""
     command = [sys.executable, Path(__file__).with_name("checks_threads.py"), name]
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "3"})
+
+
+@pytest.mark.parametrize("host", ["numpy", "torch"], indirect=True)
+def test_nothing_of_a_problem_stays_in_memory(host, rng):
+    gc.collect()
+    gc.disable()
+    try:
+        for call in (gram, project, solve_dual):
+            g = host.array(rng.standard_normal(9))
+            G = host.array(rng.standard_normal((3, 9)))
+            gone = weakref.ref(G)
+            call(G, g)
+            del G
+            assert gone() is None, call
+    finally:
+        gc.enable()
 
 
 def test_results_do_not_depend_on_freed_memory():

@@ -22,6 +22,7 @@ CONTRADICTIONS = {
     "of norm zero": ([[-3], [0], [8], [4]], [-9, -1, 5, 3], [0, 1, 0, 1], r" in row 1\. Lower h there"),
     "norm zero": ([[0, 0], [1, 0]], [1, 0], False),
     "counts as zero": ([[1e-145, 0], [1, 0]], [1, 0], False, r" in row 0\. Lower"),
+    "long and switched off": ([[1e16, 0], [1, 0], [-1, 0]], [-np.inf, 1, 1], False, " in rows 1, 2 at once"),
     "switched off": ([[1, 0], [-1, 0], [1, 0]], [-np.inf, 0, 1e-7], [0, 0, 1], r" in rows 1, 2 at once\. L"),
 }
 

@@ -117,7 +117,9 @@ def test_one_and_many_gradients_in_blocks(xp, container, count, rng):
     own = cut(g)
     project(Gs, own, out=own)
     assert_close(joined(own), project(G, g), atol=1e-13)
-    if container is dict:  # in the order of g
+    if container is not dict:  # in the container of g
+        assert type(project({list: tuple, tuple: list}[container](Gs), cut(g))) is container
+    else:  # in the order of g
         turned = dict(reversed(Gs.items()))
         assert list(project(turned, cut(g))) == list(own)
         assert_close(joined(project(turned, cut(g))), project(G, g), atol=1e-13)
@@ -170,6 +172,7 @@ def test_nothing_to_do(xp, method, case):
     G, g = xp.array(rows), xp.array(np.full(rows.shape[:-2] + rows.shape[-1:], -size))
     sol = solve_dual(G, g, method=method)
     assert not np.any(xp.numpy(sol.multipliers))
+    assert METHODS[method](*gram(G, g)[:2]).shape == sol.multipliers.shape
     np.testing.assert_array_equal(xp.numpy(project(G, g, method=method)), xp.numpy(g))
     for certificate in (sol.kkt_residual(), sol.duality_gap(), sol.error_bound()):
         assert certificate.shape == rows.shape[:-2]

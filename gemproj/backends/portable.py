@@ -54,7 +54,9 @@ class Portable:
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
         xp, t, batch = problem.xp, problem.t, problem.batch
-        weights = namespace(lam).reshape(lam, (-1, t) if problem.shared else (*lam.shape[:-1], 1, t))
+        weights = namespace(lam).reshape(
+            lam, (math.prod(batch), t) if problem.shared else (*lam.shape[:-1], 1, t)
+        )
         # Blocks with one axis of columns: views, except where entries are not in row-major order.
         views = [is_row_major(a) or a.ndim == len(batch) + 1 for a in x]
         flat = [

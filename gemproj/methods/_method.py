@@ -51,7 +51,8 @@ class Method:
         """Return the multipliers (..., t) for K (..., t, t) and b (..., t)."""
         xp, device, dtype = namespace(b), device_of(b), b.dtype
         start = None if warm_start is None else clip(_wide(warm_start), None, None)
-        lam = self.solve(_wide(K), _wide(b), warm_start=start).multipliers
+        wide = np.broadcast_to(_wide(b), np.broadcast_shapes(K.shape[:-1], b.shape)) + 0.0
+        lam = self.solve(_wide(K), wide, warm_start=start).multipliers
         return xp.astype(from_numpy(lam, xp, device), dtype, copy=False)
 
     def solve(

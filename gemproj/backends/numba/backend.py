@@ -54,6 +54,8 @@ def bind(problem: Problem) -> Numba | None:
         return None
     if problem.batch and (len(problem.rows) > 1 or (problem.shared and not math.prod(problem.batch))):
         return None  # many gradients in blocks, or none
+    if problem.is_torch and any(a.is_neg() for a in arrays):
+        return None
     try:
         return Numba(problem)
     except (RuntimeError, TypeError):  # tensors without memory of their own
