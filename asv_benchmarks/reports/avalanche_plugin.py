@@ -13,7 +13,7 @@ import torch
 import typer
 
 from asv_benchmarks.reports.gem_script import STRENGTH, permuted_digits
-from asv_benchmarks.reports.machine import load, processor, versions
+from asv_benchmarks.reports.machine import load, one_thread, processor, versions
 from asv_benchmarks.reports.tables import Table, digits, publish
 from gemproj import GEM2017
 
@@ -60,6 +60,7 @@ def learn(plugin: Any, tasks: int, seed: int) -> tuple[float, float]:
     return float(np.mean(right)), spent
 
 
+@one_thread()
 def main(
     tasks: Annotated[int, typer.Option(help="Number of permutations.")] = 5,
     seeds: Annotated[int, typer.Option(help="Number of runs of each plugin.")] = 3,

@@ -17,7 +17,7 @@ import numpy as np
 import typer
 
 from asv_benchmarks.reports.boards import shortest
-from asv_benchmarks.reports.machine import load, processor, versions
+from asv_benchmarks.reports.machine import load, one_thread, processor, versions
 from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj import solve_gram
 
@@ -90,6 +90,7 @@ def residual(K: np.ndarray, b: np.ndarray, lam: np.ndarray) -> float:
     return float(np.abs(np.minimum(lam * norms, s) / size).max())
 
 
+@one_thread()
 def main(
     counts: Annotated[str, typer.Option(help="Numbers of problems.")] = "100,1000,10000,100000",
     t: Annotated[str, typer.Option(help="Numbers of constraints.")] = "2,8,32",

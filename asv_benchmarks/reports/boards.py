@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import qpsolvers
+import typer
 from rich.progress import track
 
-from asv_benchmarks.reports.machine import load, processor, versions
+from asv_benchmarks.reports.machine import load, one_thread, processor, versions
 from asv_benchmarks.reports.programs import solve_problem
 from asv_benchmarks.reports.tables import Table, digits, power, publish
 
@@ -116,6 +117,7 @@ def row(name: str, scores: list[Score], measures: int) -> list[str]:
     return [name, *solved, *map(power, worst[:measures]), f"{shifted:.4f}", digits(float(mean))]
 
 
+@one_thread()
 def run(
     title: str, programs: Programs, peers: bool, out: Path | None, right: dict[str, np.ndarray] | None = None
 ) -> int:
@@ -124,13 +126,10 @@ def run(
     for name, (_, settings) in PEERS.items():
         if peers and name in qpsolvers.available_solvers:
             solvers[name] = partial(qpsolvers.solve_problem, solver=name, **settings)
-    packages = [
-        "gemproj",
-        "numpy",
-        "scipy",
-        "qpsolvers",
-        *(PEERS[name][0] for name in solvers if name in PEERS),
-    ]
+    used = [PEERS[name][0] for name in solvers if name in PEERS]
+    packages = ["gemproj", "numpy", "scipy", "qpsolvers", *used]
+    if not programs:
+        raise typer.BadParameter("no program was found in the folder")
     solve_problem(next(iter(programs.values())))  # compiled loops are loaded
     scores: dict[str, list[Score]] = {name: [] for name in solvers}
     with warnings.catch_warnings():

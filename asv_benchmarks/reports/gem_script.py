@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import typer
 
-from asv_benchmarks.reports.machine import load, processor, versions
+from asv_benchmarks.reports.machine import load, one_thread, processor, versions
 from asv_benchmarks.reports.tables import Table, digits, publish
 from gemproj import GEM2017, project
 
@@ -78,6 +78,7 @@ def learn(script: Path, projection: Projection | None, data: Path, seed: int) ->
     return [float(accuracy), float(change), seconds, 1e3 * float(np.mean(spent)), len(spent)]
 
 
+@one_thread()
 def main(
     folder: Path,
     tasks: Annotated[int, typer.Option(help="Number of permutations.")] = 10,

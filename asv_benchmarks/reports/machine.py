@@ -2,8 +2,8 @@
 
 import os
 import platform
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,6 +24,22 @@ def describe() -> str:
         f"Threads: {torch.get_num_threads()} of torch, {blas} of NumPy. "
         f"Python {platform.python_version()}, {versions(PACKAGES)}."
     )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have BLAS, OpenMP and our own loops take one thread: in small problems, others would only wait."""
+    import threadpoolctl
+
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        with threadpoolctl.threadpool_limits(1):
+            yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def processor() -> str:
