@@ -55,7 +55,7 @@ def a_set_that_one_process_cannot_keep_stops_every_process():
         with expect(odd, TypeError, "name must be hashable"):
             keeper.keep([(x, y)], name=[] if odd else 0)
         with expect(odd, ValueError, "leaves none to keep"):
-            keeper.keep([(x[:1], y[:1]) if odd else (x, y)], name=0, hold_out=0.34)
+            keeper.keep([(x[:1], y[:1]) if odd else (x, y)], EACH, hold_out=0.34)
         assert not keeper.sets
         keeper.keep([(x, y)], name=0)
         optimizer.step()
