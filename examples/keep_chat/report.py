@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ..common import colours
+from ..common.command import SetupError
 from ..common.drawing import INK, dark, plt, save
 from ..common.metrics import Record, grouped, interval
 from ..common.results import Results
 from ..common.tables import markdown_table, plus_minus
-from .run import KINDS, WITHOUT_VALUE, method
+from .run import KINDS, method
 
 GATES = (0.02, 0.05, 0.1)
 # The value of each method for somebody who tunes nothing; a tolerance is also set to the gate itself.
@@ -33,7 +34,7 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
     """Write tables and figures of the finished runs, and return their paths."""
     records = list(results.records.values())
     if not records:
-        return []
+        raise SetupError(f"{results.path} has no finished runs")
     for record in records:
         record["name"] = name_of(record)
     text = page(records)
@@ -62,13 +63,17 @@ def usual_rate(records: Sequence[Record]) -> list[Record]:
 def page(records: Sequence[Record]) -> str:
     """Return a table for each skill, and the table of gates."""
     parts = []
+    records = [run for run in records if run["kind"] != "before" or not run["seed"]]  # the same for all
     for (skill, _), runs in grouped(lambda run: (run["skill"], str(run["form"])), records).items():
         steps, seeds = runs[0]["form"]["steps"], len({run["seed"] for run in runs})
         each = "s; a row without an interval has one" if seeds > 1 else ""
         where = f"the last {runs[0]['form']['layers']} layers" if runs[0]["form"]["layers"] else "all layers"
+        shares = [run["half"] / run["held_out"] for run in runs if run["kind"] != "before"]
+        share = f"{100 * mean(shares):.0f} %" if shares else "-"
         parts.append(
             f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
-            f"{seeds} seed{each}.\n\n{table(runs)}"
+            f"{seeds} seed{each}. The 95 % interval over a run's conversations is ± {share} of the "
+            f"divergence, on average.\n\n{table(runs)}"
         )
     return "\n\n".join([*parts, gates(usual_rate(compared(records))), ranges(usual_rate(records))])
 
@@ -78,12 +83,13 @@ def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], dig
     if not values:
         return "-"
     found = interval(values)
-    return plus_minus({"mean": found.mean, "std": found.bar or None}, 1, digits)
+    return plus_minus({"mean": found.mean, "std": found.half if len(values) > 1 else None}, 1, digits)
 
 
 def table(runs: Sequence[Record]) -> str:
     """Return the table of a skill: means over the seeds with their 95 % intervals."""
-    plain = [run["step"] for run in runs if run["kind"] == "plain"]
+    usual = (run for run in usual_rate(runs) if run["kind"] == "plain" and run["adapters"] == "lora")
+    plain = [run["step"] for run in usual]
     base = mean(plain) if plain else None
     columns: dict[str, tuple[Callable[[Record], float | None], int]] = {
         "New skill: loss": (lambda run: run["new"], 3),
@@ -111,15 +117,15 @@ def table(runs: Sequence[Record]) -> str:
 def gates(records: Sequence[Record]) -> str:
     """Return how many first runs pass a gate on the divergence, one run for each skill and seed."""
     first = [run for run in records if run["adapters"] == "lora"]
-    methods: dict[str, Callable[[Record, float], bool]] = {
-        method(kind, value): _is(kind, value) for kind, value in USUAL.items()
-    }
-    methods["Promise, tolerance as the gate"] = _at_gate
+    methods: dict[str, tuple[str, float | None]] = {
+        method(*setting): setting for setting in USUAL.items()
+    } | {"Promise, tolerance as the gate": ("promise", None)}
     rows = []
-    for name, takes in methods.items():
+    for name, (kind, value) in methods.items():
         cells = []
         for gate in GATES:
-            runs = [run for run in first if takes(run, gate)]
+            setting = kind, gate if value is None else value
+            runs = [run for run in first if (run["kind"], run["value"]) == setting]
             passed = [run for run in runs if run["held_out"] <= gate]
             near = [run for run in runs if run["held_out"] <= 1.1 * gate]
             cells.append(f"{len(passed)} ({len(near)}) of {len(runs)}" if runs else "-")
@@ -141,14 +147,6 @@ def ranges(records: Sequence[Record]) -> str:
         rows.append([name, str(len(some)), f"{min(found):.4f} to {max(found):.4f}", over])
     head = ["All runs", "Number", "Divergence held out", "Over what was asked"]
     return markdown_table(head, rows)
-
-
-def _is(kind: str, value: float) -> Callable[[Record, float], bool]:
-    return lambda run, _: run["kind"] == kind and (kind in WITHOUT_VALUE or run["value"] == value)
-
-
-def _at_gate(run: Record, gate: float) -> bool:
-    return run["kind"] == "promise" and run["value"] == gate
 
 
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
