@@ -1,6 +1,7 @@
 """The example of the chat model: the whole program on a small model with random weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.keep_chat import __main__ as program
 from examples.keep_chat import model as chat
+from examples.keep_chat import prepared
 from examples.keep_chat.texts import Chat
 
 TEMPLATE = (
@@ -40,7 +42,9 @@ def folder(tmp_path_factory):
 def finished(folder, tmp_path_factory):
     """Folder of the results of one seed, and the options that continue them."""
     out = tmp_path_factory.mktemp("out")
+    (out / "train.csv").write_text("".join(f'"{k % 4 + 1}","title {k}","news"\n' for k in range(12)))
     options = ["--form", "tiny", "--model", str(folder), "--cache", str(out / "cache"), "--out", str(out)]
+    options += ["--data", str(out)]
     assert program.main([*options, "--jobs", "1"]) == 0
     return out, options
 
@@ -101,9 +105,55 @@ def test_other_methods_and_abilities(finished, tmp_path):
     assert all(one["abilities"]["sums"] in (0.0, 1.0) for one in found)
 
 
+def test_other_contents_are_other_texts(finished, folder, tmp_path, monkeypatch):
+    """Each has a folder of its own for results; prompts that occur twice are taken once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "work", lambda *given: None)
+    monkeypatch.setattr(program.report, "publish", lambda *given: [])
+    options = [*finished[1][:6], "--skills", "sequence", "--instructions", "tasks.jsonl"]
+    task = "\n".join(
+        json.dumps({"task": f"{k // 4}", "input": f"{k % 2}?", "targets": [f"{k}"]}) for k in range(20)
+    )
+    outs, results = [], program.Results
+    monkeypatch.setattr(program, "Results", lambda path: outs.append(path) or results(path))
+    for text in (task, task.replace("?", "!"), task):
+        (tmp_path / "tasks.jsonl").write_text(text)
+        assert program.main(options) == 0
+    assert outs[0] == outs[2] != outs[1]
+    assert outs[0].parent.parent == Path("runs/keep_chat")
+    data = prepared.read(finished[0] / "cache" / f"{outs[0].parent.name}.pt")
+    assert len(data.train["sequence"]) == len(data.test["sequence"]) == 5
+    (tmp_path / "tasks.jsonl").write_text(task.replace('"input": "1', '"input": "0'))
+    assert program.main(options) == 2  # one prompt is left of each task
+
+
+def test_no_news_are_generated(finished, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("AGNEWS_DIR", raising=False)
+    assert program.main([*finished[1][:6], "--skills", "news"]) == 2
+    assert "set AGNEWS_DIR to a folder with AG News" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_report_needs_a_folder(capsys):
+    assert program.main(["--report"]) == 2
+    assert "--report needs --out" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--report", "--out", "nowhere"], "has no finished runs"),
+        (["--instructions", __file__, "--skills", "sequence"], "line 1: JSON with task, input, targets"),
+        (["--abilities", __file__], "test_keep_chat.py, line 1"),
+        (["--methods", "promise:nan"], "VALUE is finite"),
+        (["--methods", "promise:-1"], "VALUE is finite"),
+        (["--methods", "plain@0"], "RATE is positive"),
+        (["--methods", "plain#4"], "TEXTS are for text"),
+        (["--methods", "text:1#7"], "TEXTS are 1 to 6"),
+        (["--methods", "trainer:0.05#2"], "TEXTS are 3 to 6"),
+        (["--methods", "promise:0.05*7"], "SETS are 1 to 6"),
+        (["--methods", "average:0.5/all"], "average is for lora"),
+        (["--methods", "intruder/all"], "intruder is for lora"),
         (["--skills", "poems"], "poems"),
         (["--methods", "plain:3"], "takes no value"),
         (["--methods", "promise"], "takes a value"),

@@ -9,21 +9,25 @@ has seen. Finished runs are kept: after an interruption the same command continu
 import argparse
 import sys
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from ..common import command
 from ..common.results import Results
 from ..common.workers import work
 from . import model as chat
 from . import report
-from .prepared import FORMS, prepare
+from .prepared import FORMS, load, named, prepare
 from .run import KINDS, WITHOUT_VALUE, Run
 
 ADAPTERS = ("lora", "osf", "all")
 SKILLS = ("news", "capitals", "sequence")
+OF_KEPT = ("text", "outputs", "promise", "auto", "trainer")
+LEAST = {"trainer": 3}  # texts: a fifth is held out
 LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
 GPU = (
     "before plain plain@0.1 plain@0.3 plain@3 average:0.5 text:1 outputs:0.1 outputs:1 outputs:10 own:1 "
@@ -60,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--seeds", type=command.count, default=1, help="number of seeds, from 0")
     found.add_argument("--cache", type=Path, help="folder for the model and the texts it wrote")
-    found.add_argument("--out", type=Path, default=Path("runs", "keep_chat"), help="folder for results")
+    found.add_argument(
+        "--out", type=Path, help="folder for results, by default runs/keep_chat/ and the name of the texts"
+    )
     found.add_argument("--jobs", type=command.count, help="runs at once, by default one for each core or GPU")
     found.add_argument("--report", action="store_true", help="only write tables and figures")
     return found
@@ -78,20 +84,29 @@ def runs_of(
         first, _, sets = first.partition("*")
         kind, _, value = first.partition(":")
         command.check_known("methods", [kind], KINDS)
-        if kind == "before" and seed:  # the same for all seeds
-            continue
-        if bool(value) == (kind in WITHOUT_VALUE):
-            raise command.SetupError(f"method {word!r}: {kind} takes {'no' if value else 'a'} value")
         trained = adapters or ("osf" if kind == "osf" else "lora")
         command.check_known("adapters", [trained], ADAPTERS)
         try:
             numbers = float(value or 0), FORMS[form].rate * float(factor or 1)
-            counts = int(texts or 0), int(sets or 1)
+            kept, parts = int(texts or 0), int(sets or 1)
         except ValueError:
             raise command.SetupError(f"method {word!r}: VALUE, SETS, TEXTS and RATE are numbers") from None
-        if counts[1] != 1 and (counts[1] < 1 or kind not in ("promise", "auto")):
-            raise command.SetupError(f"method {word!r}: SETS, from 1 on, are for promise and auto")
-        runs.append(Run(form, where, prepared, skill, kind, *numbers, trained, seed, *counts, device))
+        most = FORMS[form].kept
+        for holds, rule in (
+            (bool(value) != (kind in WITHOUT_VALUE), f"{kind} takes {'no' if value else 'a'} value"),
+            (0 <= numbers[0] < inf, "VALUE is finite, and not negative"),
+            (0 < numbers[1] < inf, "RATE is positive and finite"),
+            (not texts or kind in OF_KEPT, f"TEXTS are for {', '.join(OF_KEPT)}"),
+            (not texts or LEAST.get(kind, 1) <= kept <= most, f"TEXTS are {LEAST.get(kind, 1)} to {most}"),
+            (parts == 1 or kind in ("promise", "auto"), "SETS are for promise and auto"),
+            (1 <= parts <= (kept or most), f"SETS are 1 to {kept or most}, as many as there are texts"),
+            (trained == "lora" or kind not in ("average", "intruder"), f"{kind} is for lora"),
+            (trained == "osf" or kind != "osf", "osf has adapters of its own"),
+        ):
+            if not holds:
+                raise command.SetupError(f"method {word!r}: {rule}")
+        if kind != "before" or not seed:  # the same for all seeds
+            runs.append(Run(form, where, prepared, skill, kind, *numbers, trained, seed, kept, parts, device))
     return runs
 
 
@@ -101,18 +116,21 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
     options = parser().parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options.form = options.form or ("gpu" if device == "cuda" else "laptop")
-    results = Results(options.out / "runs.jsonl")
-    if not options.report:
+    if options.report:
+        if options.out is None:
+            raise command.SetupError("--report needs --out FOLDER, which has results")
+        results = Results(options.out / "runs.jsonl")
+    else:
         skills = [skill.strip() for skill in options.skills.split(",")]
         command.check_known("skills", skills, SKILLS)
         cache = options.cache or command.cache_folder()
         cache.mkdir(parents=True, exist_ok=True)
-        files = {name: getattr(options, name) for name in ("data", "instructions", "abilities")}
-        where = chat.locate(options.model, cache)
-        console.print(
-            "The model writes conversations, and texts are encoded: minutes, in the first call only."
-        )
-        file = prepare(FORMS[options.form], where, skills, files, device, cache)
+        form, where = FORMS[options.form], chat.locate(options.model, cache)
+        sources = load(skills, vars(options))
+        if sources.news:
+            told = f"{sources.news.source} ({sources.news.reason})"
+            console.print(f"[bold]news[/]      {escape(told)}")
+        file = named(form, where, skills, sources, cache)
         text = options.methods or METHODS[options.form]
         wanted = [
             run
@@ -120,9 +138,14 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
             for skill in skills
             for run in runs_of(text, options.form, where, file, skill, seed, device)
         ]
+        options.out = options.out or Path("runs", "keep_chat", file.stem)
+        results = Results(options.out / "runs.jsonl")
         results.check({"texts": file.stem})
+        if not file.is_file():
+            console.print("The model writes conversations, and texts are encoded: minutes, only this time.")
+        prepare(form, where, skills, sources, device, file)
         waiting = results.missing(wanted)
-        console.print(f"[bold]keep_chat[/]  {len(waiting)} of {len(wanted)} runs")
+        console.print(f"[bold]keep_chat[/]  {len(waiting)} of {len(wanted)} runs, into {options.out}")
         work(waiting, results.keep, options.jobs or (1 if device == "cuda" else command.cores()), console)
     for path in report.publish(results, options.out, console):
         console.print(f"[bold]written[/]   {path}")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..common.command import SetupError
@@ -130,22 +131,15 @@ def adapted(model: Any, adapters: str) -> Any:
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     """Make a batch of texts of different lengths, padded on the left."""
-    longest = max(len(next(iter(one.values()))) for one in examples)
-    batch = {}
-    for name, first in examples[0].items():
-        empty = first.new_full((len(examples), longest, *first.shape[1:]), -100 if name == "labels" else 0)
-        for row, one in zip(empty, examples, strict=True):
-            row[longest - len(one[name]) :] = one[name]
-        batch[name] = empty
-    mask = torch.zeros(len(examples), longest, dtype=torch.long)
-    for row, one in zip(mask, examples, strict=True):
-        row[longest - len(next(iter(one.values()))) :] = 1
+
+    def padded(rows: list[Tensor], empty: int = 0) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=empty, padding_side="left")
+
+    batch = {
+        name: padded([one[name] for one in examples], -100 if name == "labels" else 0) for name in examples[0]
+    }
+    mask = padded([torch.ones_like(one["labels"]) for one in examples])
     return batch | {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-
-
-def moved(batch: dict[str, Tensor], device: Any) -> dict[str, Tensor]:
-    """Move a batch to a device."""
-    return {name: value.to(device) for name, value in batch.items()}
 
 
 def answer_losses(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,22 +1,23 @@
 """All texts of a form, written and encoded once: what is kept, what is measured, and what is learned."""
 
-import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from gemproj.torch import write_references
+from gemproj.torch.data import moved
 from gemproj.torch.losses import Distillation
 
+from ..lora_agnews import data
+from ..study import digest
 from . import model as chat
-from .model import Example, collate, moved
-from .texts import Chat, Skill
+from .model import Example, collate
+from .texts import QUESTION, TASK, Chat, Skill, lines_of
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,8 @@ class Prepared:
     questions: list[tuple[str, list[Example]]]  # task, and the answers of a question, the right one first
 
 
-def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return what the model says at every position of a batch."""
-    return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-
-
-OUTPUTS = Distillation(logits)  # of the 64 likeliest words
-MEASURED = Distillation(logits, top=512, dtype=torch.float32)
+OUTPUTS = Distillation()  # of the 64 likeliest words
+MEASURED = Distillation(top=512, dtype=torch.float32)
 
 
 @lru_cache(maxsize=1)
@@ -75,17 +71,33 @@ def read(file: Path) -> Prepared:
     return Prepared(**torch.load(file, weights_only=False))
 
 
-def prepare(
-    form: Form, where: str, skills: Sequence[str], files: Mapping[str, Path | None], device: str, cache: Path
-) -> Path:
-    """Write and encode all texts, unless they are in the cache; return the file that holds them.
+class Sources(NamedTuple):
+    """What comes from elsewhere: articles, and the lines of two files."""
 
-    `files` names the sources: "data", "instructions" and "abilities".
-    """
-    digest = hashlib.sha256(repr([form, where, skills, files]).encode()).hexdigest()[:12]
-    file = cache / f"keep-chat-{digest}.pt"
+    news: data.Articles | None
+    instructions: list[dict[str, Any]]
+    abilities: list[dict[str, Any]]
+
+
+def load(skills: Sequence[str], files: Mapping[str, Path | None]) -> Sources:
+    """Read what the skills need, and "abilities"; `files` names the folder "data", and two files."""
+    return Sources(
+        data.load(files["data"], "--data") if "news" in skills else None,
+        lines_of(files["instructions"], "--instructions", TASK) if "sequence" in skills else [],
+        lines_of(files["abilities"], "--abilities", QUESTION) if files["abilities"] else [],
+    )
+
+
+def named(form: Form, where: str, skills: Sequence[str], sources: Sources, cache: Path) -> Path:
+    """Return the file of all texts, which may not exist; its name is a hash of all that decides them."""
+    news = (sources.news.texts, sources.news.labels) if sources.news else ()
+    return cache / f"keep-chat-{digest.of_values([asdict(form), where, skills, news, *sources[1:]])}.pt"
+
+
+def prepare(form: Form, where: str, skills: Sequence[str], sources: Sources, device: str, file: Path) -> None:
+    """Write and encode all texts, unless the file holds them."""
     if file.is_file():
-        return file
+        return
     model, tokenizer = chat.load(where, device)
     writer, learned, layers = Chat(tokenizer, form.longest), form.steps * form.batch, form.layers
     cut = chat.upper(model, layers) if layers else model
@@ -96,21 +108,20 @@ def prepare(
     def of_pairs(pairs: list[tuple[str, str]]) -> list[Example]:
         return encoded([writer.answered(*pair) for pair in pairs])
 
-    n = form.kept + form.apart
-    written = write_references(
-        model, tokenizer, n + form.own * ("capitals" in skills), tokens=form.words, batch=64, cache=cache
-    )
+    # What has been read may be too little: that is found before texts are written.
+    found: dict[str, Skill] = {}
+    if sources.news:
+        found["news"] = writer.news(sources.news, learned, form.tests, form.characters)
+    if sources.instructions:
+        found["sequence"] = writer.sequence(sources.instructions, learned, form.tests)
+    questions = writer.questions(sources.abilities)
+    n, own = form.kept + form.apart, form.own * ("capitals" in skills)
+    written = write_references(model, tokenizer, n + own, tokens=form.words, batch=64, cache=file.parent)
     random.Random(0).shuffle(written)
     tokens = [torch.tensor(one["input_ids"]) for one in written]
-    parted = [writer.parted(one[: form.longest].tolist()) for one in tokens[n:]]
-    pairs = [pair for pair in parted if pair]
-    made: dict[str, Callable[[], Skill]] = {
-        "news": lambda: writer.news(files["data"], learned, form.tests, form.characters),
-        "capitals": lambda: writer.capitals(pairs, len(pairs) // 4),
-        "sequence": lambda: writer.sequence(files["instructions"], learned, form.tests),
-    }
-    found = {skill: made[skill]() for skill in skills}
-    questions = writer.questions(files["abilities"]) if files["abilities"] else []
+    if own:
+        pairs = [pair for one in tokens[n:] if (pair := writer.parted(one[: form.longest].tolist()))]
+        found["capitals"] = writer.capitals(pairs, len(pairs) // 4)
     references = [dict.fromkeys(("input_ids", "labels"), one[: form.reference]) for one in tokens[:n]]
     if layers:
         chat.check_upper(model, cut, layers, references[0])
@@ -129,4 +140,3 @@ def prepare(
     draft = file.with_suffix(".draft")
     torch.save(vars(content), draft)
     draft.replace(file)
-    return file

@@ -17,13 +17,14 @@ from peft import PeftModel
 from torch import Tensor
 
 from gemproj.torch import Keeper, Promise
-from gemproj.torch.data import PerExample
+from gemproj.torch.data import PerExample, moved
+from gemproj.torch.losses import model_logits
 
 from ..common.metrics import interval
 from ..common.results import rounded
 from ..common.workers import origin
-from .model import Example, adapted, answer_losses, collate, load, moved, upper
-from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, logits, read
+from .model import Example, adapted, answer_losses, collate, load, upper
+from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, read
 
 # By kind: the method, and what its value means.
 KINDS = {
@@ -34,7 +35,7 @@ KINDS = {
     "osf": "PEFT's OSF",
     "text": "Replayed texts, weight",
     "outputs": "Replayed outputs (KL), weight",
-    "own": "KL on the new inputs (ASFT), weight",
+    "own": "KL on the new inputs, weight",
     "promise": "Promise, tolerance",
     "auto": 'Promise, look="auto", tolerance',
     "trainer": "Promise in the Trainer, tolerance",
@@ -65,7 +66,6 @@ class Run:
     kept: int = 0  # texts that the method may use; 0 for all
     sets: int = 1  # in which they are kept, each with a promise
     device: str = "cpu"
-    threads: int = 1
 
     @property
     def method(self) -> str:
@@ -92,12 +92,12 @@ class Run:
     def record(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a result."""
         named = {"key": self.key} | asdict(self) | {"form": asdict(FORMS[self.form])}
-        of_a_machine = "prepared", "threads", "model", "about"
+        of_a_machine = "prepared", "model", "about"
         return rounded({name: part for name, part in (named | result).items() if name not in of_a_machine})
 
     def __call__(self) -> dict[str, Any]:
         """Train, and return the measurements."""
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(1)
         torch.set_float32_matmul_precision("high")
         form, data = FORMS[self.form], read(self.prepared)
         torch.manual_seed(self.seed)
@@ -296,7 +296,7 @@ def measured(model: Any, data: Prepared, skill: str, size: int = 16) -> dict[str
 def _right(model: Any, batch: dict[str, Tensor], first: Tensor) -> int:
     """Count the examples whose answer's first token is the likeliest of the possible ones."""
     at = (batch["labels"] != -100).int().argmax(1)
-    said = logits(model, batch)[torch.arange(len(at)), at - 1]
+    said = model_logits(model, batch)[torch.arange(len(at)), at - 1]
     return int((first[said[:, first].argmax(1)] == batch["labels"][torch.arange(len(at)), at]).sum())
 
 

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,30 @@ from typing import Any
 import torch
 
 from ..common.command import SetupError
-from ..lora_agnews import data
 from ..lora_agnews.config import CLASSES
+from ..lora_agnews.data import Articles
 from .model import Example
+
+TASK = {"task": str, "input": str, "targets": list}
+QUESTION = {"task": str, "prefix": str, "input": str, "choices": list, "answers": list}
+
+
+def lines_of(file: Path | None, option: str, fields: Mapping[str, type]) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file, one in each line; raise unless all have these fields."""
+    if file is None:
+        raise SetupError(f"{option} FILE is needed: JSON with {', '.join(fields)} in each line")
+    found: list[dict[str, Any]] = []
+    try:
+        for line in file.read_text(encoding="utf-8").rstrip().split("\n"):
+            one = json.loads(line)
+            for name, kind in fields.items():
+                if not isinstance(one[name], kind) or (kind is list and {*map(type, one[name])} != {str}):
+                    raise TypeError(f"{name} is {one[name]!r}")
+            found.append(one)
+    except (ValueError, KeyError, TypeError) as error:
+        expected = f"JSON with {', '.join(fields)} expected"
+        raise SetupError(f"{file}, line {len(found) + 1}: {expected}, found {error!r}") from None
+    return found
 
 
 @dataclass
@@ -67,9 +88,10 @@ class Chat:
         answer = answer.replace(self._end, "").strip()
         return (prompt + begin, answer) if found and answer else None
 
-    def news(self, folder: Path | None, n: int, tests: int, characters: int) -> Skill:
+    def news(self, articles: Articles, n: int, tests: int, characters: int) -> Skill:
         """Return articles to be assigned to a section of a newspaper."""
-        articles = data.load(folder, "--data", [(n + tests) // 4 + 1] * 4)
+        if len(articles.texts) < n + tests:
+            raise SetupError(f"{len(articles.texts)} articles {articles.reason}: {n + tests} are needed")
         order = random.Random(0).sample(range(len(articles.texts)), n + tests)
         ask = f"Which section is this news from: {', '.join(CLASSES[:-1])} or {CLASSES[-1]}?\n\n"
         pairs = [
@@ -83,37 +105,28 @@ class Chat:
         pairs = [(prompt, answer.upper() + self._end) for prompt, answer in conversations]
         return Skill(pairs[tests:], pairs[:tests])
 
-    def sequence(self, file: Path | None, n: int, tests: int, tasks: int = 5) -> Skill:
-        """Return the first tasks of a file of instructions, one after the other.
-
-        Each line of the file is a JSON object with ``task``, ``input`` and ``targets``.
-        """
-        if file is None:
-            raise SetupError("the skill 'sequence' needs --instructions FILE")
-        by_task: dict[str, list[tuple[str, str]]] = {}
-        for line in file.read_text(encoding="utf-8").splitlines():
-            one = json.loads(line)
-            pair = self.prompt(one["input"]), one["targets"][0] + self._end
-            if len(self.tokens(pair[0])) < self._longest:
-                by_task.setdefault(one["task"], []).append(pair)
-        chosen = [pairs for pairs in by_task.values() if len(pairs) >= (n + tests) // tasks][:tasks]
+    def sequence(self, lines: Sequence[dict[str, Any]], n: int, tests: int, tasks: int = 5) -> Skill:
+        """Return the first tasks of a file of instructions, one after the other; no prompt occurs twice."""
+        by_task: dict[str, dict[str, str]] = {}
+        for one in lines:
+            prompt = self.prompt(one["input"])
+            if len(self.tokens(prompt)) < self._longest:
+                by_task.setdefault(one["task"], {}).setdefault(prompt, one["targets"][0] + self._end)
+        train, test = n // tasks, max(1, tests // tasks)
+        chosen = [[*pairs.items()] for pairs in by_task.values() if len(pairs) >= train + test][:tasks]
         if len(chosen) < tasks:
-            raise SetupError(f"{file} has {len(chosen)} tasks with {(n + tests) // tasks} short examples")
-        train, test = n // tasks, tests // tasks
+            raise SetupError(
+                f"--instructions has {len(chosen)} tasks with {train + test} short examples, not {tasks}"
+            )
         return Skill(
             [pair for pairs in chosen for pair in pairs[test : test + train]],
             [pair for pairs in chosen for pair in pairs[:test]],
         )
 
-    def questions(self, file: Path, most: int = 40) -> list[Choice]:
-        """Return the questions of a file of abilities, at most so many of a task.
-
-        Each line of the file is a JSON object with ``task``, ``prefix``, ``input``, ``choices`` and
-        ``answers``.
-        """
+    def questions(self, lines: Sequence[dict[str, Any]], most: int = 40) -> list[Choice]:
+        """Return the questions of a file of abilities, at most so many of a task."""
         found: dict[str, list[Choice]] = {}
-        for line in file.read_text(encoding="utf-8").splitlines():
-            one = json.loads(line)
+        for one in lines:
             others = [answer for answer in one["choices"] if answer not in one["answers"]]
             ask = self.prompt(one["prefix"] + one["input"])
             found.setdefault(one["task"], []).append(Choice(ask, [one["answers"][0], *others], one["task"]))
