@@ -99,6 +99,7 @@ def test_every_other_method_runs(stage, method, one_thread):
         (["--rows", "5"], "rows: 3 experiences of 5 have 12 training articles"),
         (["--out", f"{__file__}/out"], f"Not a directory: '{__file__}/out'"),
         (["--cache", __file__], f"File exists: '{__file__}'"),
+        (["--small-width", "100"], "small_width must be a multiple of 32"),
         (["--margin", "inf"], "margin must be finite, and not negative, got inf"),
         (["--jobs", "-1"], "--jobs: must be at least 1, got -1"),
         (["--jobs", "0"], "--jobs: must be at least 1, got 0"),
@@ -111,6 +112,14 @@ def test_what_cannot_be_done_is_said_in_a_line(arguments, message, tmp_path, mon
         sys.exit(main(["--preset", "mini", *arguments]))
     assert message in "".join(capsys.readouterr())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("program", [main, paper.main])
+def test_damaged_results_are_named(program, tmp_path, capsys):
+    for text in ('{"runs": [', '{"runs": [3]}', "[]"):
+        (tmp_path / "results.json").write_text(text)
+        assert program(["--draw", "--out", str(tmp_path)]) == 2
+        assert "results.json is damaged" in "".join(capsys.readouterr().out.split("\n"))
 
 
 def test_the_protocol_is_the_papers():

@@ -5,7 +5,6 @@ accuracy, the cost of its projection, and whether its steps kept GEM's promise. 
 an interruption the same command continues where it stopped.
 """
 
-import json
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
@@ -74,8 +73,8 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
     if given["draw"]:
         from . import figures, report
 
-        records = json.loads((out / "results.json").read_text(encoding="utf-8"))["runs"]
-        figures.draw(records, {"": report.summarize(records)}, out)
+        found, summary = report.summarized(out)
+        figures.draw(found["runs"], {"": summary}, out)
         return
     per_class = [sum(column) for column in zip(*stream.rows_needed(config), strict=True)]
     articles = data.load(given["data"], "--data", per_class)

@@ -68,6 +68,7 @@ class Config:
             ("dominant_share", 0 < self.dominant_share < 1, "lie between 0 and 1"),
             ("lr", 0 < self.lr < math.inf, "be positive and finite"),
             ("margin", 0 <= self.margin < math.inf, "be finite, and not negative"),
+            ("small_width", self.small_width <= 32 or self.small_width % 32 == 0, "be a multiple of 32"),
             ("weight", 0 <= self.weight < math.inf, "be finite, and not negative"),
         ):
             if not holds:

@@ -1,8 +1,11 @@
 """The summary of an experiment, and its tables."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ..common.command import SetupError
 from ..common.metrics import METRICS, Interval, Record, grouped, mean_std, metric, paired
 from ..common.tables import difference, markdown_table, plus_minus, significant
 from .methods import METHODS
@@ -37,6 +40,16 @@ def summarize(records: Sequence[Record]) -> Summary:
             "worst_update_cosine": min(check["update"]["worst_cosine"] for check in checks),
         }
     return summary
+
+
+def summarized(folder: Path) -> tuple[dict[str, Any], Summary]:
+    """Return the content of a folder's results.json, and the summary of its runs."""
+    path = folder / "results.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found, summarize(found["runs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SetupError(f"{path} is damaged ({error!r}); without --draw it is written again") from None
 
 
 def _noise(found: Interval | None) -> str:

@@ -5,7 +5,6 @@ on the small backbone, which is pretrained here. Options that are not listed go 
 Finished runs are kept.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -63,15 +62,14 @@ def protocol(wanted: str | None) -> list[str]:
 
 def write(out: Path) -> None:
     """Write tables and figures of the results in a folder."""
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    records, summary = results["runs"], report.summarize(results["runs"])
+    results, summary = report.summarized(out)
     (out / "table.md").write_text(paper_report.markdown(results, summary), encoding="utf-8")
     given = results["config"]
     shape = f"{given['small_layers']} layers of width {given['small_width']}"
     name = f"GPT-2 of {shape}" if given["backbone"] == "small" else given["backbone"]
     here = f"Here\n{name}, {results['environment'].get('gpu', given['device'].upper())}"
     panels = {f"I-GEM paper\n{paper_report.BACKBONE}": paper_report.PUBLISHED, here: summary}
-    figures.draw(records, panels, out)
+    figures.draw(results["runs"], panels, out)
     print(f"tables and figures are in {out}")
 
 
