@@ -15,6 +15,7 @@ from rich.console import Console
 
 from examples.common.command import SetupError
 from examples.common.memory import Memory, choose
+from examples.study import __main__ as study
 from examples.study import plan, publish, settings, skill, streams, train
 from examples.study.learners import Setup
 from examples.study.results import Results, results_of
@@ -225,6 +226,13 @@ def test_a_study_goes_on_and_mixes_no_data(tmp_path, monkeypatch):
         results_of("tiny", other).add({"key": "b"}, {**ABOUT, "hashes": {"data": "0b"}})
     with pytest.raises(SetupError, match="another backbone"):
         plan.complete(["tiny"], ["plain"], other, 1, False, Console(quiet=True))
+
+
+@pytest.mark.parametrize("program", [study.main, skill.main])
+def test_a_report_without_runs_says_so(program, tmp_path, capsys):
+    assert program(["--report", "--out", str(tmp_path)]) == 2
+    assert "has no" in " ".join(capsys.readouterr().out.split())
+    assert not [*tmp_path.iterdir()]
 
 
 def test_committed_pages_follow_from_committed_runs():

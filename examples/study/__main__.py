@@ -4,6 +4,7 @@ Finished runs are kept, one line each: the same command continues where it was s
 main settings are chosen on tuning seeds; results are reported on other seeds.
 """
 
+import itertools
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -42,10 +43,15 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
     command.check_known("method", methods, settings.METHODS)
     if not given.report:
         plan.complete(given.names, methods, given.out, given.jobs, given.time, console)
-    for name in given.names or settings.STREAMS:
-        for path in publish.publish(name, results.results_of(name, given.out), given.out):
-            console.print(f"[bold]written[/]   {path}")
-    given.out.mkdir(parents=True, exist_ok=True)
+    found = {name: results.results_of(name, given.out) for name in given.names or settings.STREAMS}
+    written = {name: publish.publish(name, of, given.out) for name, of in found.items()}
+    if missing := [name for name, paths in written.items() if not paths]:
+        told = f"{given.out} has no reported runs of {', '.join(missing)}"
+        if len(missing) == len(written):
+            raise command.SetupError(told)
+        console.print(f"[yellow]missing[/]   {told}")
+    for path in itertools.chain(*written.values()):
+        console.print(f"[bold]written[/]   {path}")
     for file, text in publish.overview(given.out).items():
         (given.out / file).write_text(text, encoding="utf-8")
         console.print(f"[bold]written[/]   {given.out / file}")

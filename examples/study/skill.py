@@ -248,9 +248,11 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
     while not given.report and (waiting := todo(results, given.names)):
         console.print(f"[bold]skill[/]  {len(waiting)} runs")
         work(waiting, results.keep, given.jobs, console)
-    if text := page(results):
-        (given.out / "skill.md").write_text(text, encoding="utf-8")
-        console.print(f"[bold]written[/]   {given.out / 'skill.md'}")
+    text = page(results)
+    if not text:
+        raise command.SetupError(f"{results.path} has no setting with all its runs")
+    (given.out / "skill.md").write_text(text, encoding="utf-8")
+    console.print(f"[bold]written[/]   {given.out / 'skill.md'}")
 
 
 if __name__ == "__main__":
