@@ -38,7 +38,12 @@ def work(
     if not runs:
         return
     others = set(multiprocessing.active_children())
-    context = importing(type(runs[0]).__module__)
+    # Where it can, a server imports what runs need, once for all workers.
+    how = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(how)
+    if how == "forkserver":
+        os.environ.update(KEEP_MEMORY)
+        context.set_forkserver_preload([type(runs[0]).__module__])
     pool = ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (dict(os.environ),))
     futures = {pool.submit(_timed, run): run for run in runs}
     try:
@@ -54,19 +59,6 @@ def work(
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
         raise
-
-
-def importing(module: str) -> Any:
-    """Return the context of worker processes, whose server begins to import a module, once and for all."""
-    how = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(how)
-    if how == "forkserver":
-        from multiprocessing import forkserver
-
-        os.environ.update(KEEP_MEMORY)
-        context.set_forkserver_preload([module])
-        forkserver.ensure_running()
-    return context
 
 
 def _timed(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

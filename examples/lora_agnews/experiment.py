@@ -3,21 +3,17 @@
 import json
 import platform
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
-from threading import Thread
 
 import torch
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from gemproj import project
-
 from ..common import command
 from ..common.command import SetupError
 from ..common.results import Results
-from ..common.workers import VERSIONS, importing, work
+from ..common.workers import VERSIONS, work
 from . import small, stream
 from .config import Config
 from .data import Articles
@@ -38,12 +34,7 @@ def run(
         sizes = f"{len(experience.train.texts):,} train and {len(experience.test.texts):,} test rows"
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
-    name = f"{__package__}.runs"
-    importing(name)
-    beside = Thread(target=get_ready, args=(name,), daemon=True)  # while the backbone is pretrained
-    beside.start()
     folder = small.backbone_folder(config, experiences, cache, console)
-    beside.join()
     from . import backbone, figures, report, runs
 
     stage = experiences, folder
@@ -77,12 +68,6 @@ def run(
     console.print(Markdown(tables))
     names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])
     console.print(f"[bold]written[/]   {names} in {out}")
-
-
-def get_ready(name: str) -> None:
-    """Import a module, and compile what its runs need, once for all of them; both take seconds."""
-    import_module(name)
-    project(torch.ones(2, 1000), -torch.ones(1000))
 
 
 def usable(name: str) -> str:

@@ -29,8 +29,7 @@ class Recorder:
     because the step of an adaptive optimizer has another direction.
 
     After `watch` and `watch_keeper`, hooks of the optimizer measure every step. Test rows are evaluated once
-    at a step. In the first task every method is plain fine-tuning, so runs that differ in nothing but the
-    method may share what is counted there, in a dictionary `first`.
+    at a step.
     """
 
     def __init__(
@@ -41,10 +40,8 @@ class Recorder:
         test: Sequence[Batch],
         loss: Callable[[nn.Module, Batch], Tensor],
         logits: Callable[[nn.Module, Batch], Tensor],
-        first: dict[Any, int] | None = None,
     ) -> None:
-        # Right answers, by the step, the task, and the part of its rows.
-        self.counts = {} if first is None else first
+        self.counts: dict[Any, int] = {}  # right answers, by the step, the task, and the part of its rows
         self.config, self.model, self.loss, self.logits = config, model, loss, logits
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.step, self.boundaries = 0, list(accumulate(steps))
@@ -139,7 +136,6 @@ class Recorder:
         self._note_stored_losses()
         if len(self.R) == 2:  # during the first task every method is plain fine-tuning
             self.seconds.clear()
-            self.counts = {}
 
     def result(self) -> dict[str, Any]:
         """Return the accuracies R, metrics, curve, guarantee, drift and seconds as plain numbers.

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,7 @@ class Run:
         tasks = [self.experiences[k] for k in stream.order(config.experiences, self.seed)]
         train_rows = [backbone.encode(task.train, self.folder, config) for task in tasks]
         test_rows = [backbone.encode(task.test, self.folder, config) for task in tasks]
-        measured = train_rows, test_rows, backbone.batch_loss, backbone.logits
-        # On a GPU, two runs need not be the same to the bit.
-        same = config.device == "cpu"
-        first = first_task(config, self.seed, self.experiences, self.folder) if same else None
-        record = Recorder(config, model, *measured, first)
+        record = Recorder(config, model, train_rows, test_rows, backbone.batch_loss, backbone.logits)
         train.learn(config, METHODS[self.method], self.seed, model, train_rows, record)
         named = {"method": self.method, "seed": self.seed, "order": [task.name for task in tasks]}
         return named | record.result() | {"about": origin()}
@@ -65,9 +60,3 @@ class Run:
     def record(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a result."""
         return {"key": self.key} | {name: value for name, value in result.items() if name != "about"}
-
-
-@lru_cache(maxsize=16)
-def first_task(*shaping: Any) -> dict[Any, int]:
-    """Return what the runs of a seed share in this process: right answers during the first task."""
-    return {}
