@@ -27,7 +27,6 @@ from .run import KINDS, WITHOUT_VALUE, Run
 ADAPTERS = ("lora", "osf", "all")
 SKILLS = ("news", "capitals", "sequence")
 OF_KEPT = ("text", "outputs", "promise", "auto", "trainer")
-LEAST = {"trainer": 3}  # texts: a fifth is held out
 LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
 GPU = (
     "before plain plain@0.1 plain@0.3 plain@3 average:0.5 text:1 outputs:0.1 outputs:1 outputs:10 own:1 "
@@ -91,13 +90,13 @@ def runs_of(
             kept, parts = int(texts or 0), int(sets or 1)
         except ValueError:
             raise command.SetupError(f"method {word!r}: VALUE, SETS, TEXTS and RATE are numbers") from None
-        most = FORMS[form].kept
+        least, most = 3 if kind == "trainer" else 1, FORMS[form].kept  # it holds a fifth out
         for holds, rule in (
             (bool(value) != (kind in WITHOUT_VALUE), f"{kind} takes {'no' if value else 'a'} value"),
             (0 <= numbers[0] < inf, "VALUE is finite, and not negative"),
             (0 < numbers[1] < inf, "RATE is positive and finite"),
-            (not texts or kind in OF_KEPT, f"TEXTS are for {', '.join(OF_KEPT)}"),
-            (not texts or LEAST.get(kind, 1) <= kept <= most, f"TEXTS are {LEAST.get(kind, 1)} to {most}"),
+            (not kept or kind in OF_KEPT, f"TEXTS are for {', '.join(OF_KEPT)}"),
+            (not kept or least <= kept <= most, f"TEXTS are {least} to {most}"),
             (parts == 1 or kind in ("promise", "auto"), "SETS are for promise and auto"),
             (1 <= parts <= (kept or most), f"SETS are 1 to {kept or most}, as many as there are texts"),
             (trained == "lora" or kind not in ("average", "intruder"), f"{kind} is for lora"),

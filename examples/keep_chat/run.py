@@ -303,18 +303,16 @@ def _right(model: Any, batch: dict[str, Tensor], first: Tensor) -> int:
 @torch.inference_mode()
 def abilities(model: Any, data: Prepared, size: int = 16) -> dict[str, float]:
     """Return, by task, the share of questions whose right answer is the likeliest, per token."""
-    flat = [(k, answer) for k, (_, answers) in enumerate(data.questions) for answer in answers]
-    flat.sort(key=lambda one: len(one[1]["labels"]))
-    scores: dict[int, list[tuple[int, float]]] = {}
-    place = {id(answer): i for _, answers in data.questions for i, answer in enumerate(answers)}
+    flat = [(k, *one) for k, (_, answers) in enumerate(data.questions) for one in enumerate(answers)]
+    flat.sort(key=lambda one: len(one[2]["labels"]))
+    scores: dict[int, dict[int, float]] = {}
     for start in range(0, len(flat), size):
         some = flat[start : start + size]
-        values, counts = answer_losses(model, moved(collate([one for _, one in some]), model.device))
+        values, counts = answer_losses(model, moved(collate([one for *_, one in some]), model.device))
         means = (values.sum(1) / counts.sum(1)).tolist()
-        for (k, answer), value in zip(some, means, strict=True):
-            scores.setdefault(k, []).append((place[id(answer)], value))
+        for (k, place, _), value in zip(some, means, strict=True):
+            scores.setdefault(k, {})[place] = value
     found: dict[str, list[bool]] = {}
     for k, (task, _) in enumerate(data.questions):
-        best = min(scores[k], key=lambda one: one[1])[0]
-        found.setdefault(task, []).append(best == 0)
+        found.setdefault(task, []).append(min(scores[k], key=scores[k].__getitem__) == 0)
     return {task: mean(answers) for task, answers in found.items()}

@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Console
 
 from ..common import command
-from ..common.command import cache_folder
 from . import data, stream
 from .config import METHODS, PRESETS, Config
 
@@ -81,7 +80,7 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
 
     from . import experiment  # torch and transformers take seconds to import; --help should not wait
 
-    experiment.run(config, articles, given["cache"] or cache_folder(), out, given["jobs"], console)
+    experiment.run(config, articles, given["cache"] or command.cache_folder(), out, given["jobs"], console)
 
 
 main = command.finishing(run)

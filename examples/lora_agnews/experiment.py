@@ -11,7 +11,6 @@ from rich.markdown import Markdown
 from rich.markup import escape
 
 from ..common import command
-from ..common.command import SetupError
 from ..common.results import Results
 from ..common.workers import VERSIONS, work
 from . import small, stream
@@ -77,5 +76,5 @@ def usable(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise SetupError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+        raise command.SetupError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return name

@@ -62,35 +62,35 @@ def markdown(records: Sequence[Record], summary: Summary) -> str:
     seeds = max(len(numbers["seeds"]) for numbers in summary.values())
     spread = "One seed" if seeds == 1 else f"Mean ± sample standard deviation (n - 1) over {seeds} seeds"
     spread += ", too few to tell methods apart: see --seeds" if seeds == 2 else ""
-    lines: list[list[dict[str, str]]] = [[], [], []]
+    lines = []
     for name, numbers in summary.items():
         method = METHODS[name]
         gem = [] if name == "gem" else runs.get("gem", [])
         over = paired(runs[name], gem, metric("average_accuracy"))
         ms = {phase: 1e3 * seconds["mean"] for phase, seconds in numbers["seconds_per_step"].items()}
-        accuracy = {
+        first = {"Method": method.title}
+        accuracy = first | {
             "AvgAcc (%)": plus_minus(numbers["average_accuracy"], 100, 1),
             "Over GEM": difference(over, brief=True) + _noise(over),
             "BWT": plus_minus(numbers["backward_transfer"], 1, 3),
             "FWT": plus_minus(numbers["forward_transfer"], 1, 3),
             "Forgetting": plus_minus(numbers["forgetting"], 1, 3),
         }
-        cost = {
+        cost = first | {
             "Projection": plus_minus(numbers["seconds_per_projection"], 1e3),
             "Batch": significant(ms["batch"]),
             "Constraint gradients": significant(ms["constraints"]) if method.promise else "-",
             "Optimizer": significant(ms["optimizer"]),
             "Whole step": significant(sum(ms.values())),
         }
-        guarantee = {
+        guarantee = first | {
             "Violated by gradient (%)": plus_minus(numbers["gradient_violated"], 100, 0),
             "Violated by step (%)": plus_minus(numbers["update_violated"], 100, 0),
             "Worst cosine": f"{numbers['worst_update_cosine']:.2f}",
         }
-        for table, line in zip(lines, (accuracy, cost, guarantee), strict=True):
-            table.append({"Method": method.title} | line)
+        lines.append((accuracy, cost, guarantee))
     parts = []
-    for caption, table in zip(CAPTIONS, lines, strict=True):
+    for caption, table in zip(CAPTIONS, zip(*lines, strict=True), strict=True):
         rows = [[*line.values()] for line in table]
         parts += [caption.format(spread=spread), markdown_table([*table[0]], rows)]
     return "\n\n".join(parts) + "\n"

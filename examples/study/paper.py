@@ -15,7 +15,6 @@ from pathlib import Path
 from rich.console import Console
 
 from examples.common import command
-from examples.common.command import SetupError
 from examples.lora_agnews import __main__ as agnews
 from examples.lora_agnews import backbone, config, figures, report
 from examples.study import paper_report
@@ -49,7 +48,7 @@ def protocol(wanted: str | None) -> list[str]:
     named = wanted or os.environ.get(VARIABLE)
     try:
         backbone.locate(named or MEDIUM)
-    except SetupError as error:
+    except command.SetupError as error:
         if named:
             raise
         print(f"The same protocol on the small backbone: {error}")

@@ -43,12 +43,8 @@ CAPTION = (
     "fine-tuning on one core, with other work on the machine."
 )
 PRETRAINING, RATE = 600, 3e-2  # steps, learning rate
-ADAPTERS: dict[str, Any] = LORA | {
-    "target_modules": GPT2_LAYERS,
-    "fan_in_fan_out": True,
-    "modules_to_save": None,
-}
-ADAPTERS |= {"lora_dropout": 0.0}
+ADAPTERS: dict[str, Any] = LORA | {"target_modules": GPT2_LAYERS, "fan_in_fan_out": True}
+ADAPTERS |= {"modules_to_save": None, "lora_dropout": 0.0}
 RATES = (3e-3, 1e-2, 3e-2, 1e-1)
 
 
