@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.keep_chat import __main__ as program
 from examples.keep_chat import model as chat
-from examples.keep_chat import prepared
+from examples.keep_chat import prepared, report
 from examples.keep_chat.texts import Chat
 
 TEMPLATE = (
@@ -72,6 +72,15 @@ def test_tables_and_figures(finished):
     assert "Promise, tolerance as the gate" in text
     for name in ("asked-light.svg", "asked-dark.svg", "front-light.svg", "front-dark.svg"):
         assert (out / name).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("folder", [".", "again", "many"])
+def test_committed_tables_follow_from_committed_runs(folder):
+    place = Path(__file__).parents[1] / "docs/results/keep-chat" / folder
+    found = list(report.Results(place / "runs.jsonl").records.values())
+    for one in found:
+        one["name"] = report.name_of(one)
+    assert report.page(found) + "\n" == (place / "keep-chat.md").read_text()
 
 
 def test_continues_where_it_stopped(finished, monkeypatch):

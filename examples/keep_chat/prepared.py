@@ -133,9 +133,7 @@ def prepare(form: Form, where: str, skills: Sequence[str], sources: Sources, dev
         train={name: of_pairs(skill.train) for name, skill in found.items()},
         test={name: of_pairs(skill.test) for name, skill in found.items()},
         labels={name: [writer.tokens(label)[0] for label in skill.labels] for name, skill in found.items()},
-        questions=[
-            (one.task, of_pairs([(one.prompt, answer) for answer in one.answers])) for one in questions
-        ],
+        questions=[(task, of_pairs(pairs)) for task, pairs in questions],
     )
     draft = file.with_suffix(".draft")
     torch.save(vars(content), draft)

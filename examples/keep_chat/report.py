@@ -88,8 +88,7 @@ def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], dig
 
 def table(runs: Sequence[Record]) -> str:
     """Return the table of a skill: means over the seeds with their 95 % intervals."""
-    usual = (run for run in usual_rate(runs) if run["kind"] == "plain" and run["adapters"] == "lora")
-    plain = [run["step"] for run in usual]
+    plain = [run["step"] for run in usual_rate(runs) if (run["kind"], run["adapters"]) == ("plain", "lora")]
     base = mean(plain) if plain else None
     columns: dict[str, tuple[Callable[[Record], float | None], int]] = {
         "New skill: loss": (lambda run: run["new"], 3),

@@ -14,6 +14,7 @@ from ..lora_agnews.config import CLASSES
 from ..lora_agnews.data import Articles
 from .model import Example
 
+Pairs = list[tuple[str, str]]  # of a prompt and an answer
 TASK = {"task": str, "input": str, "targets": list}
 QUESTION = {"task": str, "prefix": str, "input": str, "choices": list, "answers": list}
 
@@ -37,23 +38,14 @@ def lines_of(file: Path | None, option: str, fields: Mapping[str, type]) -> list
 
 
 @dataclass
-class Choice:
-    """A question with several answers, the first of which is right."""
-
-    prompt: str
-    answers: Sequence[str]
-    task: str
-
-
-@dataclass
 class Skill:
     """Something new: pairs of a prompt and an answer to learn from, and others to test with.
 
     `labels` are the possible answers if the skill is a classification.
     """
 
-    train: list[tuple[str, str]]
-    test: list[tuple[str, str]]
+    train: Pairs
+    test: Pairs
     labels: Sequence[str] = field(default_factory=list)
 
 
@@ -123,11 +115,12 @@ class Chat:
             [pair for pairs in chosen for pair in pairs[:test]],
         )
 
-    def questions(self, lines: Sequence[dict[str, Any]], most: int = 40) -> list[Choice]:
-        """Return the questions of a file of abilities, at most so many of a task."""
-        found: dict[str, list[Choice]] = {}
+    def questions(self, lines: Sequence[dict[str, Any]], most: int = 40) -> list[tuple[str, Pairs]]:
+        """Return questions, at most so many of a task: the task, and all answers, the right one first."""
+        found: dict[str, list[Pairs]] = {}
         for one in lines:
             others = [answer for answer in one["choices"] if answer not in one["answers"]]
             ask = self.prompt(one["prefix"] + one["input"])
-            found.setdefault(one["task"], []).append(Choice(ask, [one["answers"][0], *others], one["task"]))
-        return [choice for choices in found.values() for choice in choices[:most]]
+            pairs = [(ask, answer) for answer in (one["answers"][0], *others)]
+            found.setdefault(one["task"], []).append(pairs)
+        return [(task, pairs) for task, questions in found.items() for pairs in questions[:most]]
