@@ -24,7 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     backends.check_name(backends.wanted)
     wanted = ["numpy", "array-api-compat", "numba", "torch", "triton", "cupy", "quadprog", "osqp", "scipy"]
-    found = {f"{one.name} {one.version}" for one in distributions() if one.name.split("-cuda")[0] in wanted}
+    there = {one.name.replace("_", "-"): one.version for one in distributions()}
+    found = {f"{name} {number}" for name, number in there.items() if name.split("-cuda")[0] in wanted}
     print(f"gemproj {gemproj.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(*sorted(found), f"compiled loops: {missing() or 'yes'}", sep=", ")
     if find_spec("torch"):

@@ -1,6 +1,7 @@
 """The example of the chat model: the whole program on a small model with random weights."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,8 @@ def records_of(lines):
     return {one["key"]: one for one in map(json.loads, lines) if "key" in one}
 
 
-OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05 intruder osf"
+OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05 osf"
+OTHERS += " intruder" * (find_spec("peft.tuners.lora.intruders") is not None)  # of new versions
 
 
 def test_other_methods_and_abilities(finished, tmp_path):
