@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from gemproj.methods import AnyMethod, Exact
 
 _requires_grad = attrgetter("requires_grad")
 _SCALARS = {type(None), bool, float}
+_STRENGTHS = {"gamma", "memory_strength", "strength", "weight"}  # other names of the margin
 
 
 def project(
@@ -30,7 +31,7 @@ def project(
     metric: Blocks | None = None,
     warm_start: Array | None = None,
     out: Blocks | None = None,
-    **unknown: Any,
+    **unknown: NoReturn,
 ) -> Any:
     """Return the projection of g onto ``{x : G @ x >= h}``; h = 0 is Gradient Episodic Memory.
 
@@ -91,7 +92,8 @@ def project(
     ([[1.0], [1.0]], [-3.0, 1.0])
     """
     if unknown:
-        raise TypeError(f"project has no option {min(unknown)!r}; GEM's memory strength is margin=.")
+        hint = "; GEM's memory strength is margin=" if unknown.keys() & _STRENGTHS else ""
+        raise TypeError(f"project got an unexpected keyword argument {min(unknown)!r}{hint}.")
     arrays = G, g, metric, h, margin, penalty, equality, warm_start
     torch = None if type(g) is np.ndarray else sys.modules.get("torch")
     if torch is not None and (route := _route(torch, method, arrays)):

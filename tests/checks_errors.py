@@ -60,6 +60,8 @@ def a_set_that_one_process_cannot_keep_stops_every_process():
         keeper.keep([(x, y)], name=0)
         optimizer.step()
         assert len(keeper.rows) == 1
+        keeper.keep([(x[: 1 + odd], y[: 1 + odd])], Promise(loss), name=1)  # one example has one number
+        assert keeper.sets[1].means
 
 
 @check(2)

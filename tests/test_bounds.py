@@ -143,3 +143,8 @@ def test_solve_gram_starts_from_t_space_numbers(xp, rng):
     for i in range(2):
         one = solve_gram(K[0], b[i], h=h, penalty=1.0)
         assert_close(xp.numpy(many.multipliers)[i], one.multipliers, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["h", "margin", "penalty", "equality"])
+def test_options_of_no_rows_may_be_empty_lists(name):
+    assert project(np.zeros((0, 2)), np.ones(2), **{name: []}).tolist() == [1.0, 1.0]

@@ -267,3 +267,11 @@ def test_no_private_name_of_torch_is_used(monkeypatch):
     for name in ("_functorch", "_get_dispatch_mode", "_TorchDispatchModeKey"):
         monkeypatch.delattr(torch._C, name)
     assert torch.equal(project(G, g), expected)
+
+
+def test_no_gradients_in_blocks():
+    g = torch.zeros(0, 3, requires_grad=True)
+    (x,) = project([torch.ones(2, 3)], [g])
+    assert x.shape == (0, 3)
+    x.sum().backward()
+    assert g.grad.shape == (0, 3)

@@ -551,7 +551,7 @@ def test_an_equality_is_broken_by_a_loss_that_falls():
     for _ in range(3):
         take(model, optimizer, task(1))
     line = keeper.report()[0]
-    assert (line.would_break, line.broke) == (1.0, 1.0)
+    assert (line.would_break, line.broke, line.kept) == (1.0, 1.0, False)
     assert line.now < line.stored
 
 
@@ -560,7 +560,8 @@ def test_a_mean_over_a_batch_has_a_verdict_of_steps():
     for seed in range(5):
         model, optimizer, keeper = begin(loss, examples=4)
         keeper._random.manual_seed(seed)
-        keeper.keep([task(1)])
+        keeper.keep([task(1)], name=0)
+        keeper.keep([task(2, 1)], name=0)  # whose loss has one number
         optimizer.param_groups[0]["lr"] = 0.0
         take(model, optimizer, rival(task(1)))
         assert keeper.report().kept

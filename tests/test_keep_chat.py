@@ -99,8 +99,12 @@ def records_of(lines):
     return {one["key"]: one for one in map(json.loads, lines) if "key" in one}
 
 
-OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05 osf"
-OTHERS += " intruder" * (find_spec("peft.tuners.lora.intruders") is not None)  # of new versions
+OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05"
+for word, module in (
+    ("osf", "peft.tuners.osf"),
+    ("intruder", "peft.tuners.lora.intruders"),
+):  # of new versions
+    OTHERS += f" {word}" * (find_spec(module) is not None)
 
 
 def test_other_methods_and_abilities(finished, tmp_path):

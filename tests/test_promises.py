@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import models  # noqa: E402
+from devices import cpu_as_device  # noqa: E402
 from models import (  # noqa: E402
     BOTH,
     EACH,
@@ -247,16 +249,33 @@ def test_a_bound_holds_where_a_promise_to_first_order_drifts(promise, make):
     assert drift(0.0) < drifted / 2
 
 
-@pytest.mark.parametrize(("on", "step"), [("gradient", 8.0), ("step", 8.0), ("both", 8.0)])
-def test_a_penalty_is_spent_once(on, step):
+@pytest.mark.parametrize("where", [nullcontext, cpu_as_device])
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+def test_a_penalty_is_spent_once(on, sign, equal, where):
     model = torch.nn.Linear(1, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    keeper = Keeper(model, optimizer, Promise(lambda m, x: m(x)[:, 0], penalty=2.0), on=on)
-    keeper.keep([torch.ones(4, 1).double()])
+    promise = Promise(lambda m, x: m(x)[:, 0], penalty=2.0, equal=equal)
     before = model.weight.item()
-    (-10.0 * model(torch.ones(1, 1).double())).sum().backward()
-    optimizer.step()
-    assert model.weight.item() - before == pytest.approx(0.5 * step)
+    with where():
+        keeper = Keeper(model, optimizer, promise, on=on)
+        keeper.keep([torch.ones(4, 1).double()])
+        (-10.0 * sign * model(torch.ones(1, 1).double())).sum().backward()
+        optimizer.step()
+    assert model.weight.item() - before == pytest.approx(4.0 * sign if sign > 0 or equal else -5.0)
+
+
+def test_a_gradient_of_a_frozen_parameter_of_another_optimizer_stays():
+    """As in adversarial training, where one freezes what the other trains."""
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    keeper = Keeper(model, optimizers, lambda m, x: m[0](x)[:, 0])
+    keeper.keep([torch.ones(4, 1)])
+    (model[0](torch.ones(1, 1)) + model[1](torch.ones(1, 1))).sum().backward()
+    model[1].requires_grad_(False)
+    optimizers[0].step()
+    assert model[1].weight.grad is not None
 
 
 def test_what_is_frozen_holds_its_promise_and_stays_where_it_is():
@@ -269,13 +288,15 @@ def test_what_is_frozen_holds_its_promise_and_stays_where_it_is():
     keeper.keep([task(1)], name="first head")
     for step in range(4):
         if step == 2:
+            warned = pytest.warns(UserWarning, match="'first head' depends on no trainable parameter now")
             body.requires_grad_(False)
             heads[0].requires_grad_(False)
             before = flat(body), flat(heads[0])
         optimizer.zero_grad(set_to_none=False)
         for head in heads if step < 2 else heads[1:]:
             loss(torch.nn.Sequential(body, head), rival(task(1))).backward()
-        optimizer.step()
+        with warned if step >= 2 else nullcontext():
+            optimizer.step()
     assert torch.equal(flat(body), before[0])
     assert torch.equal(flat(heads[0]), before[1])
     assert not keeper.rows.G.any()

@@ -35,8 +35,10 @@ def ours(method: Any, strength: bool) -> Projection:
     """Return a projection with the arguments of the script's own: gradient (p, 1), memories (p, t)."""
 
     def run(gradient: torch.Tensor, memories: torch.Tensor, margin: float = 0.5) -> None:
-        options = {"margin": margin} if strength else {}
-        gradient.copy_(project(memories.T, gradient[:, 0].contiguous(), method=method, **options)[:, None])
+        x = project(
+            memories.T, gradient[:, 0].contiguous(), method=method, margin=margin if strength else 0.0
+        )
+        gradient.copy_(x[:, None])
 
     return run
 

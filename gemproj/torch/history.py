@@ -186,8 +186,9 @@ class Line:
         Largest loss of the held-out examples that the promise allows.
     kept : bool
         Whether the promise is kept: by the held-out examples, if there are any, else by the last step; if the
-        loss is a mean over a batch, which is not that of other batches, whether no step broke it. Without a
-        tolerance, a held-out loss may be above its stored value by less than its interval.
+        loss is held equal, or is a mean over a batch, which is not that of other batches, whether no step
+        broke it. Without a tolerance, a held-out loss may differ from its stored value by less than its
+        interval.
     """
 
     name: Any
@@ -437,7 +438,11 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
             line.held_out, bound = tuple(found), line.held_bound
             now = line.held_out[1 if kept.promise.allowed is None and line.held > 1 else 0]
         # False for NaN; without a step, nothing has changed.
-        within = line.broke == 0.0 if kept.means else now <= bound + _LOSSES * (1.0 + abs(bound))
+        within = now <= bound + _LOSSES * (1.0 + abs(bound))
+        if kept.means or (kept.promise.equal and line.held_out is None):
+            within = line.broke == 0.0 and math.isfinite(now)
+        elif kept.promise.equal and line.held_out is not None:
+            within = within and line.held_out[2] >= bound
         line.kept = within or not (line.steps or line.held_out)
     return Report(lines, points)
 

@@ -99,8 +99,8 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
     """Find a way that computes the first rows as their own passes do, and the number of rows per pass."""
     n, device, threads = len(draws[0].at), G.vector.device, torch.get_num_threads()
     used = _activations(model, lambda: alone(draws[0]))
-    if _is_rounding(G, draws[0].k):
-        raise NotYet("losses are zero, as at the beginning of a distillation, and so are gradients")
+    if _is_rounding(G, draws[0].k) and G.buffer[draws[0].k].any():
+        raise NotYet("losses are zero, and gradients rounding errors, as at the beginning of a distillation")
     of_pass, of_row = threads * _CPU_PASS, threads * _CPU_ROW
     if device.type == "cuda":  # large passes are faster on GPUs (docs/performance.md)
         of_pass = torch.cuda.mem_get_info(device)[0] // 4
@@ -127,6 +127,8 @@ def _compare(G: Any, model: nn.Module, draws: list[Draw], plan: Plan, alone: Any
     for draw in (draws[0], draws[-1]):
         alone(draw)
         own.append((draw.k, G.buffer[draw.k].clone(), _is_rounding(G, draw.k)))
+    if all(small for *_, small in own):
+        raise NotYet("losses are zero, and so are gradients")
     plan.reached = [j for j, reached in enumerate(G.reached) if reached]
     _share(G, model, draws, plan)
     for k, row, small in own:

@@ -69,8 +69,8 @@ def examine(
                 raise
         if stored is not None:  # None also with a teacher
             kept.listed = isinstance(stored, PerExample)
-            apart = moved(stored, "cpu" if _on_cpu(kept) else vector.device)
-            found.extend(owned(apart if kept.listed else divided(apart, _OUTPUTS))[:weight])
+            there = moved(stored, "cpu" if _on_cpu(kept) else vector.device)
+            found.extend(owned(there if kept.listed else divided(there, _OUTPUTS))[:weight])
         first = first and not topology.collective
         with torch.set_grad_enabled(first):
             value = call_loss(loss, model, batch, len(at), stored)
@@ -85,9 +85,9 @@ def examine(
         return value
 
     kept.losses, means = _losses(model, vector, kept, microbatch, look)
+    kept.means = topology.least(-means) < 0  # of any process
     # After all passes, because only then can sharded processes report an error to each other.
     with topology.agreement({}):
-        kept.means = means > 0
         if means and (apart or promise.allowed is not None):
             raise ValueError(
                 f"{'hold_out' if apart else 'tolerance'} needs one loss for each example, shape ({means},); "

@@ -137,7 +137,8 @@ class KeeperBase:
             Keep a uniform sample of at most so many examples. Of data without a length, at most a thousand
             times as many are read.
         hold_out : float, default 0
-            Share of the examples that training never sees: the report says their loss, with an interval.
+            Share of the examples that training never sees: the report says their loss, with an interval. The
+            loss must have one number per example.
 
         Raises
         ------

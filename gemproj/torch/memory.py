@@ -84,6 +84,7 @@ class KeptSet:
             examples=self.examples + more.examples,
             outputs=self.outputs + more.outputs,
             losses=torch.cat([self.losses, more.losses]),
+            means=self.means or more.means,
             held=apart and replace(apart, promise=more.promise),
         )
         whole.check_outputs()

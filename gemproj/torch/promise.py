@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,8 +55,8 @@ class Promise:
     equal : bool, default False
         Whether the loss must neither rise nor fall: ``G x = 0`` instead of ``G x >= 0``.
     penalty : float, optional
-        Upper bound of the multiplier, at least `weight`. The promise may be broken if keeping it needs a
-        larger multiplier.
+        Upper bound of the multiplier, at least `weight`; with ``on="both"``, of both projections together.
+        The promise may be broken if keeping it needs a larger multiplier.
 
     Attributes
     ----------
@@ -118,6 +119,12 @@ class Promise:
     def numbers(self) -> tuple[Any, ...]:
         """Return all options except the loss; they must be equal on all processes of a training."""
         return (self.examples, self.weight, self.allowed, self.repair, self.equal, self.penalty)
+
+
+_signature = inspect.signature(Promise.__init__)  # `__new__` would hide the options from help
+Promise.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=list(_signature.parameters.values())[1:]
+)
 
 
 def as_promise(given: Promise | Loss | float | None, default: Promise, name: str = "promise") -> Promise:

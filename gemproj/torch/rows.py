@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gemproj._arrays import wide_dtype
+from gemproj._warn import warn
 from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 from gemproj.torch.vector import ParameterVector, mesh_of
@@ -166,6 +167,11 @@ class Rows:
             for j, (some, weight) in enumerate(parts):
                 batch, outputs = draw.kept.fetch(some, self.vector.device)
                 loss = call_loss(draw.loss, model, batch, len(some), outputs).mean()
+                if not loss.requires_grad:
+                    warn(
+                        f"The loss of {draw.kept.name!r} depends on no trainable parameter now, so its row "
+                        "is zero: right if those are frozen, wrong if the loss runs under torch.no_grad()."
+                    )
                 self.add(draw.k, loss, topology.weight(weight, draw.total), fresh=j == 0)
             if not parts:
                 self.buffer[draw.k].zero_()
@@ -195,7 +201,7 @@ class Rows:
         """Add the gradient of ``weight * loss`` to row k, which has no value yet if it is `fresh`."""
         factor = weight * self.scale
         gradients: list[Tensor | None] = [None] * len(self.vector.parameters)
-        if loss.requires_grad:  # otherwise the parameters on which it depends are frozen now
+        if loss.requires_grad:
             gradients = self.vector.gradients(loss if factor == 1.0 else loss * factor)
         reached = self.vector.gather(gradients, self.parts(k), add=not fresh)
         self.note(k, reached, self.found[k : k + 1] + weight * loss.detach())

@@ -349,8 +349,9 @@ class ProjectedStep:
         scaled = kind == "gradient" and not isinstance(self.optimizer, torch.optim.SGD)
         h = terms.right_hand_side(rows, measured.gram, rate, unit, scaled)
         penalty: Any = terms.penalty
-        if penalty is not None and not alone and self._solution is not None:
-            used = abs(self._solution.multipliers)  # by the projection of the gradient
+        if penalty is not None and not alone and self._solution is not None and keeper.project:
+            used: Any = self._solution.multipliers  # by the projection of the gradient
+            used = abs(torch.as_tensor(used, device=v.device) if isinstance(penalty, Tensor) else used)
             penalty = (penalty - used) * (penalty > used)
         options = check_options(
             keeper.method,

@@ -122,9 +122,6 @@ class Training:
                 f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
                 "optimizer."
             )
-        for p in self._held() if self.keeper.project else ():
-            if not p.requires_grad:  # an optimizer moves what has a gradient, also after it was frozen
-                p.grad = None
         self.rows, self.warm = Rows(vector), {}
         self._known = self._parameters()
         for step in self.steps:
@@ -163,6 +160,10 @@ class Training:
         self._stepped.clear()
         if self._parameters() != self._known:
             self._renew()
+            for group in step.optimizer.param_groups if keeper.project else ():
+                for p in group["params"]:
+                    if not p.requires_grad:  # an optimizer moves what has a gradient, also if it is frozen
+                        p.grad = None
         if self._begun == 0:
             self._begin()
         if self._begun in keeper._soon and keeper.project:
