@@ -352,6 +352,7 @@ def test_a_training_that_resumes_takes_the_steps_of_the_one_that_saved(look, sto
         assert len(part.looks(name)) < 40
 
 
+@pytest.mark.usefixtures("fresh_state")
 @pytest.mark.parametrize("name", ["Accelerate", "Transformers", "Lightning"])
 def test_a_framework_looks_in_the_steps_of_a_plain_loop(name, tmp_path):
     import frameworks
