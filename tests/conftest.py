@@ -163,10 +163,15 @@ def any_size_in_threads(monkeypatch):
 @pytest.fixture
 def fresh_state():
     """Forget what Accelerate keeps for a process, before and after; yield a function that does it in between."""
-    state = pytest.importorskip("accelerate.state").AcceleratorState
-    state._reset_state(reset_partial_state=True)
-    yield lambda: state._reset_state(reset_partial_state=True)
-    state._reset_state(reset_partial_state=True)
+    state = pytest.importorskip("accelerate.state")
+
+    def reset():
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+    reset()
+    yield reset
+    reset()
 
 
 @pytest.fixture
