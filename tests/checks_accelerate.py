@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
+from frameworks import forget_accelerate
 from models import flat, loss, perceptron, rival, rows, task
 from processes import check, gathered
 from torch.utils.data import DataLoader
@@ -45,7 +45,7 @@ def processes_bring_and_keep_examples_of_their_own():
     torch.save(torch.load(file, weights_only=True) | {"processes": 3}, file)
     with pytest.raises(ValueError, match=r"made by 3 processes, .* this run has 2"):
         accelerator.load_state(folders[0])
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
 
 
 @check(2)
@@ -64,4 +64,4 @@ def examples_of_a_prepared_loader_are_kept_once():
     keeper.keep(loader, name="numbers")
     first, second = gathered(list(keeper.sets["numbers"].examples))
     assert sorted([*first, *second]) == list(range(16))
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()

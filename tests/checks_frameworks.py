@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
-from frameworks import Lightning, Plain, Transformers, batches
+from frameworks import Lightning, Plain, Transformers, batches, forget_accelerate
 from models import flat, language_model, tokenizer
 from processes import alone, check, gathered, same_everywhere, share
 from test_examples import gained
@@ -44,7 +43,7 @@ def replicas_learn_what_one_process_learns():
             torch.testing.assert_close(flat(driver.model), flat(plain.model), rtol=1e-6, atol=1e-8)
             assert driver.norms in ([], pytest.approx(plain.norms))
             assert plain.active > 2
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
 
 
 @check(2)

@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 from deepspeed.utils import safe_get_full_fp32_param
-from frameworks import CLIP, Net, Transformers, batches
+from frameworks import CLIP, Net, Transformers, batches, forget_accelerate
 from models import BOTH, EACH, begin, flat, loss, perceptron, rival, take, task
 from processes import alone, check, learn, same_everywhere, share
 
@@ -149,7 +148,7 @@ def accelerated():
     """A loop of Accelerate takes the steps of a plain loop."""
     one, _ = of_one()
     for stage in (1, 3):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_accelerate()
         plugin = DeepSpeedPlugin(zero_stage=stage)
         plugin.deepspeed_config |= CONFIG
         gloo = InitProcessGroupKwargs(backend="gloo")  # with cpu=True, DeepSpeed would be left out
@@ -169,7 +168,7 @@ def accelerated():
 
 def trainer():
     """The callback of the Trainer projects and reports every step."""
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
     same = ("train_micro_batch_size_per_gpu", "gradient_clipping", "gradient_accumulation_steps")
     config = CONFIG | dict.fromkeys(same, "auto") | {"zero_optimization": {"stage": 2}}
     config["fp16"] = {"enabled": False}  # without it, transformers before 5 computes with float16

@@ -163,15 +163,12 @@ def any_size_in_threads(monkeypatch):
 @pytest.fixture
 def fresh_state():
     """Forget what Accelerate keeps for a process, before and after; yield a function that does it in between."""
-    state = pytest.importorskip("accelerate.state")
+    pytest.importorskip("accelerate")
+    from frameworks import forget_accelerate
 
-    def reset():
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
-
-    reset()
-    yield reset
-    reset()
+    forget_accelerate()
+    yield forget_accelerate
+    forget_accelerate()
 
 
 @pytest.fixture

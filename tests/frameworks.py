@@ -65,6 +65,14 @@ class Net(torch.nn.Module):
 ALL = Promise(examples=None)
 
 
+def forget_accelerate():
+    """Forget what Accelerate keeps for a process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 class Driver:
     """What drivers share.
 
