@@ -250,6 +250,22 @@ def test_a_bound_holds_where_a_promise_to_first_order_drifts(promise, make):
 
 
 @pytest.mark.parametrize("where", [nullcontext, cpu_as_device])
+@pytest.mark.parametrize("more", [{"penalty": 9.0}, {"weight": 0.1}])
+def test_a_loss_above_its_bound_returns_on_a_device_as_on_the_cpu(where, more):
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    promise = Promise(lambda m, x: m(x)[:, 0], tolerance=0.0, **more)
+    before = model.weight.item()
+    with where():
+        keeper = Keeper(model, optimizer, promise, on="step")
+        keeper.keep([torch.ones(4, 1).double()])
+        keeper.sets[0].losses -= 0.25
+        (-model(torch.ones(1, 1).double())).sum().backward()
+        optimizer.step()
+    assert before - model.weight.item() == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("where", [nullcontext, cpu_as_device])
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("on", ["gradient", "step", "both"])
@@ -276,6 +292,41 @@ def test_a_gradient_of_a_frozen_parameter_of_another_optimizer_stays():
     model[1].requires_grad_(False)
     optimizers[0].step()
     assert model[1].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("angle", "text"),
+    [(90.0, ""), (150.0, "a part of the way"), (179.0, "a part of"), (179.99, "raises none")],
+)
+def test_sets_that_oppose_each_other_ask_for_no_long_step(angle, text):
+    """Both losses are above their bounds, and fall a part of the way, along the little they have in common."""
+    far = np.radians(angle)
+    rows = torch.tensor([[1.0, 0.0], [np.cos(far), np.sin(far)]], dtype=torch.float64)
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keeper = Keeper(model, optimizer, on="step")
+    for k in range(2):
+        keeper.keep([rows[k][None]], Promise(lambda m, x: m(x)[:, 0], tolerance=0.0), name=f"set {k}")
+        keeper.sets[f"set {k}"].losses -= 1.0
+    before = flat(model)
+    (-model(torch.ones(1, 2).double())).sum().backward()
+    with pytest.warns(UserWarning, match=f"'set 0', 'set 1'.*{text}") if text else nullcontext():
+        optimizer.step()
+    step = before - flat(model)
+    assert (rows @ step > (-1e-12 if "none" in text else 1e-6)).all()
+    assert step.norm() < 4.0 * 0.1 * 2**0.5
+
+
+@pytest.mark.parametrize("on", ["step", "both"])
+def test_float16_with_a_small_rate(on):
+    """Adam's metric, divided by the rate, is beyond float16."""
+    model = torch.nn.Linear(4, 2).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, eps=1e-4)
+    keeper = Keeper(model, optimizer, lambda m, x: m(x)[:, 0], on=on)
+    keeper.keep([torch.ones(4, 4).half()])
+    (-10.0 * model(torch.ones(1, 4).half())).sum().backward()
+    optimizer.step()
+    assert keeper.report()[0].steps == 1
 
 
 def test_what_is_frozen_holds_its_promise_and_stays_where_it_is():

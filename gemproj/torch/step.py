@@ -51,6 +51,9 @@ _UNFIT = {
 }
 # Minimum rate, which keeps h finite for a learning rate of zero, as in the first step of a warmup.
 _SMALLEST_RATE = 1e-30
+# A correction may have so many times the length of a step. Otherwise losses return to their bounds by a part
+# of the way, at least by this part, or not at all.
+_LONGEST, _LEAST_PART = 3.0, 2.0**-8
 # A gradient is zero up to rounding if its norm is at most this many eps times that of another gradient.
 _NOISE = 16.0
 
@@ -360,19 +363,25 @@ class ProjectedStep:
             penalty=None if penalty is None else penalty * scale,
             equality=False if terms.equal is None else terms.equal,
         )
-        start = training.warm_start(kind, rows.names)
-        try:
-            sol = solve_unread(measured, options, start)
-        except ValueError as error:
-            if h is None or "infeasible" not in str(error):
-                raise
-            # No step of any length takes all losses to their bounds: none may rise then.
+        start, part, asked = training.warm_start(kind, rows.names), 1.0, h
+        while True:
+            try:
+                sol = solve_unread(measured, replace(options, h=asked), start)
+                if part == 0.0 or not _is_long(sol, measured.gram, asked, options.margin):
+                    break
+                part = 0.5 * part if part > _LEAST_PART else 0.0
+            except ValueError as error:
+                if h is None or part == 0.0 or "infeasible" not in str(error):
+                    raise
+                part = 0.0  # no step of any length takes all losses to their bounds: none may rise then
+            asked = namespace(h).minimum(h, part * abs(h))
+        if part < 1.0:
             above = [repr(name) for name, more in zip(rows.names, h.tolist(), strict=True) if more > 0]
+            done = "takes them a part of the way" if part else "raises none of them"
             warn(
                 f"Not all losses above their bounds ({', '.join(above[:5])}) can fall in one step, "
-                "because their gradients oppose each other. This step raises none of them."
+                f"because their gradients oppose each other. This step {done}."
             )
-            sol = solve_unread(measured, replace(options, h=namespace(h).minimum(h, 0.0 * h)), start)
         warn_if_missed(sol)
         training.warm[kind] = list(rows.names), sol.multipliers
         # On a device, reading the multipliers would synchronise, so x is always written.
@@ -492,6 +501,20 @@ def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]
         return check_problem(rows.G, v, weights)
     some = None if weights is None else [weights[at] for at in columns]
     return check_problem([rows.G[:, at] for at in columns], [v[at] for at in columns], some)
+
+
+def _is_long(sol: Any, gram: Gram, h: Any, margin: Any) -> bool:
+    """Return whether bounds ask for a step much longer than the optimizer's, in which rows are no gradients.
+
+    One row asks for at most twice the length. Rows that oppose each other may ask for any length. On a device
+    this is not known.
+    """
+    lam, K = sol.multipliers, gram.K
+    if not isinstance(h, np.ndarray) or not (h > 0.0).any():
+        return False
+    least = np.broadcast_to(margin, lam.shape)
+    longest = gram.gg**0.5 + float(least @ K @ least) ** 0.5
+    return bool(float(lam @ K @ lam) ** 0.5 > _LONGEST * longest)
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -66,14 +66,18 @@ class ParameterVector:
         self._owned = [self._owns(p, group) for p in self.parameters]
         self.columns, self.owned = self.slices(), self.slices(owned=True)
 
-    def buffer(self) -> Buffer:
+    def buffer(self, dtype: torch.dtype | None = None) -> Buffer:
         """Return an uninitialised vector with its parts."""
-        whole = torch.empty(self.d, dtype=self.dtype, device=self.device)
+        whole = torch.empty(self.d, dtype=dtype or self.dtype, device=self.device)
         return Buffer(whole, self.split(whole))
 
     scratch = cached_property(buffer)  # of gradients and steps
     before = cached_property(buffer)  # the parameters at the beginning of the last projected step
-    weights = cached_property(buffer)  # the weights of the metric in which steps are projected
+
+    @cached_property
+    def weights(self) -> Buffer:
+        """The weights of the metric in which steps are projected; float16 would overflow at small rates."""
+        return self.buffer(torch.promote_types(self.dtype, torch.float32))
 
     def rounding(self) -> Tensor:
         """Return by how much the rounding of the parameters changes a step, as a norm, shape (1,)."""
