@@ -86,7 +86,7 @@ class Method:
 def call(
     method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
-    """Return the outcome of a user function, which may change its copies of K and b; at least zero."""
+    """Return the outcome of a user function; it is called with copies of K and b, which it may change."""
     K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
     like = to_caller(b + 0.0)
     lam = method(to_caller(K + 0.0), like, None if start is None else to_caller(start + 0.0))
@@ -101,7 +101,7 @@ def call(
     lam = _wide(lam)
     if not np.isfinite(lam).all():
         raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
-    return Outcome(np.maximum(lam, 0.0), 0, int(Status.APPROXIMATE))
+    return Outcome(lam, 0, int(Status.APPROXIMATE))
 
 
 def _wide(a: Array) -> np.ndarray:
