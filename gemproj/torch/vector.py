@@ -76,8 +76,8 @@ class ParameterVector:
 
     @cached_property
     def weights(self) -> Buffer:
-        """The weights of the metric in which steps are projected; float16 would overflow at small rates."""
-        return self.buffer(torch.promote_types(self.dtype, torch.float32))
+        """The weights of the metric in which steps are projected; at small rates, float16 would overflow."""
+        return self.buffer(torch.float32 if self.dtype == torch.float16 else None)
 
     def rounding(self) -> Tensor:
         """Return by how much the rounding of the parameters changes a step, as a norm, shape (1,)."""
