@@ -18,6 +18,9 @@ from gemproj._arrays import (
     wide_dtype,
 )
 
+# Names of GEM's memory strength: `project` has margin, a promise has weight.
+STRENGTHS = {"gamma", "margin", "memory_strength", "strength", "weight"}
+
 
 def check_count(value: Any, name: str, smallest: int) -> None:
     """Raise unless `value` is an integer of at least `smallest`."""

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from gemproj._arrays import Array, Blocks
+from gemproj._checks import STRENGTHS
 from gemproj._combine import as_asked, projected
 from gemproj._dual import measured_for, solve_unread
 from gemproj._problem import blocks_of
@@ -16,7 +17,6 @@ from gemproj.methods import AnyMethod, Exact
 
 _requires_grad = attrgetter("requires_grad")
 _SCALARS = {type(None), bool, float}
-_STRENGTHS = {"gamma", "memory_strength", "strength", "weight"}  # other names of the margin
 
 
 def project(
@@ -92,7 +92,7 @@ def project(
     ([[1.0], [1.0]], [-3.0, 1.0])
     """
     if unknown:
-        hint = "; GEM's memory strength is margin=" if unknown.keys() & _STRENGTHS else ""
+        hint = "; GEM's memory strength is margin=" if unknown.keys() & STRENGTHS else ""
         raise TypeError(f"project got an unexpected keyword argument {min(unknown)!r}{hint}.")
     arrays = G, g, metric, h, margin, penalty, equality, warm_start
     torch = None if type(g) is np.ndarray else sys.modules.get("torch")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from gemproj._checks import check_count
+from gemproj._checks import STRENGTHS, check_count
 from gemproj._warn import warn
 from gemproj.methods import AnyMethod, as_method
 from gemproj.torch.data import Collate, read
@@ -22,7 +22,7 @@ from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
 from gemproj.torch.keep import examine, scored, undisturbed
 from gemproj.torch.memory import KeptSet
-from gemproj.torch.promise import STRENGTHS, Loss, Promise, as_promise
+from gemproj.torch.promise import Loss, Promise, as_promise
 from gemproj.torch.rows import Rows, unwrapped
 from gemproj.torch.step import On, ProjectedStep, check_promise, total_norm
 from gemproj.torch.training import Training, adapters

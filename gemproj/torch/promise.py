@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj._checks import check_count, check_number, is_number
+from gemproj._checks import STRENGTHS, check_count, check_number, is_number
 from gemproj._warn import warn
 from gemproj.torch.data import Batch, leaves_of, map_nested
 from gemproj.torch.losses import Distillation, model_loss
@@ -22,8 +22,6 @@ Loss = Callable[..., Tensor]
 # The tolerance of losses that compare with stored outputs, in nats: small beside the divergence that
 # fine-tuning causes (.2 to .3 for a chat model), and large beside its rounding.
 _USUAL = 0.05
-# Other names of the weight of a promise.
-STRENGTHS = {"margin", "memory_strength", "strength"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Promise:
 
     def __new__(cls, *args: Any, **options: Any) -> Promise:
         """Raise for other names of the weight."""
-        for name in options.keys() & STRENGTHS:
+        for name in options.keys() & STRENGTHS - {"weight"}:
             raise TypeError(f"{name} is named weight here: Promise(loss, weight=...).")
         return super().__new__(cls)
 
