@@ -23,8 +23,8 @@ from gemproj.torch.data import kind_of, leaves_of, map_nested
 from gemproj.torch.memory import Draw, fetched
 from gemproj.torch.promise import call_loss
 
-# Maximum bytes of activations per thread, for a pass and for one row. A shared pass saves calls of small
-# operations, but a row that fills the caches of a core is faster in its own pass (docs/cost.md).
+# Maximum bytes of activations per thread, for a pass and for one row: a row that fills the caches of a core
+# is faster in its own pass (docs/cost.md).
 _CPU_PASS, _CPU_ROW = 2**25, 2**22
 # Maximum difference between two computations of a row in half precision, relative to its norm. Products of
 # float32 numbers on a GPU may have ten bits, too.
@@ -45,22 +45,16 @@ class Plan:
 
     way: Any = None
     rows: int = 1
-    entries: int | None = None  # of the batch of the first pass
     reached: Sequence[int] = ()  # the parameters on which the first rows depend
+    entries: int | None = None  # of the batch of the first pass
     rounding: float = 0.0  # the largest relative error of the products of the last pass
 
 
 class SharedPasses:
-    """Computes several rows of G in one pass, if that is possible and saves time.
-
-    Attributes
-    ----------
-    reason : str or None
-        Why some of the last rows were computed one by one.
-    """
+    """Computes several rows of G in one pass, if that is possible and saves time."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None
+        self.reason: str | None = None  # why some of the last rows were computed one by one
         self._plans: dict[Hashable, Plan] = {}
 
     def fill(self, G: Any, model: nn.Module, draws: Sequence[Draw], alone: Any, most: int) -> list[Draw]:
@@ -89,62 +83,47 @@ class SharedPasses:
 
 def _kind(draw: Draw) -> Hashable:
     """Return what rows of a pass have in common: loss, collation, number of examples and weight."""
-    kept = draw.kept
     # Torch's collate function would leave out what the first example lacks.
-    alike = kind_of(kept.examples[0]) if kept.collate is default_collate else id(kept.collate)
-    return id(kept.promise.loss), alike, kept.listed, len(draw.at), draw.weight
+    made = draw.kept.collate
+    alike = kind_of(draw.kept.examples[0]) if made is default_collate else id(made)
+    return id(draw.kept.promise.loss), alike, draw.kept.listed, len(draw.at), draw.weight
 
 
 def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int) -> Plan:
-    """Find a way that computes the first rows as their own passes do, and the number of rows per pass."""
+    """Find a way that computes the first two rows as their own passes do, and the number of rows per pass."""
     n, device, threads = len(draws[0].at), G.vector.device, torch.get_num_threads()
-    used = _activations(model, lambda: alone(draws[0]))
-    if _is_rounding(G, draws[0].k) and G.buffer[draws[0].k].any():
-        raise NotYet("losses are zero, and gradients rounding errors, as at the beginning of a distillation")
-    of_pass, of_row = threads * _CPU_PASS, threads * _CPU_ROW
+    of_pass, of_row, rounding = threads * _CPU_PASS, threads * _CPU_ROW, 0.0
     if device.type == "cuda":  # large passes are faster on GPUs (docs/performance.md)
         of_pass = torch.cuda.mem_get_info(device)[0] // 4
-        of_row = of_pass // 2
-    if used > of_row:
-        raise RowByRow(f"a row has {n} examples, {used / 2**20:.3g} MiB")
-    errors = []
+        of_row, rounding = of_pass // 2, torch.finfo(torch.bfloat16).eps
+    own, used = dict[int, Tensor](), 0
+    for draw in draws[:2]:
+        used, loss = max(used, _activations(model, partial(alone, draw))), abs(float(G.found[draw.k]))
+        # A loss that is zero up to rounding has such a gradient.
+        if loss > 4.0 * torch.finfo(G.buffer.dtype).eps * (1.0 + loss):
+            own[draw.k] = G.buffer[draw.k].clone()
+    if not own:
+        raise NotYet("losses are zero, and gradients are zero or rounding errors")
+    reached, errors = [j for j, reached in enumerate(G.reached) if reached], []
     # With vmap, the gradients of a pass are in memory twice.
     for way, more in ((_by_layers, 1), (_by_vmap, G.vector.d * G.G.element_size())):
-        plan = Plan(way, min(len(draws), of_pass // (used + more), most // n))
+        plan = Plan(way, min(len(draws), of_pass // (used + more), most // n), reached)
         try:
-            _compare(G, model, draws[: plan.rows], plan, alone)
+            if used > of_row or plan.rows < 2:
+                raise RowByRow(f"a row has {n} examples, {used / 2**20:.3g} MiB: no two share a pass")
+            _share(G, model, draws[: plan.rows], plan)
+            for k, row in own.items():
+                kind = torch.promote_types(row.dtype, torch.float32)
+                size, apart = (float(a.norm(dtype=kind)) for a in (row, G.buffer[k] - row))
+                if not apart <= min(4.0 * max(rounding, plan.rounding) ** 0.5, _MOST_APART) * size:
+                    raise RowByRow(
+                        f"rows of a shared pass differ by {apart / max(size, 1e-30):.1g} of their norm. Does "
+                        "the loss of an example depend on the others of its batch, or draw random numbers?"
+                    )
             return plan
         except Exception as error:
             errors.append(error)
     raise errors[0]
-
-
-def _compare(G: Any, model: nn.Module, draws: list[Draw], plan: Plan, alone: Any) -> None:
-    """Raise unless the first and the last row of a pass are the same in passes of their own."""
-    if len(draws) < 2:
-        raise RowByRow("no two rows fit into a pass")
-    own = []
-    for draw in (draws[0], draws[-1]):
-        alone(draw)
-        own.append((draw.k, G.buffer[draw.k].clone(), _is_rounding(G, draw.k)))
-    if all(small for *_, small in own):
-        raise NotYet("losses are zero, and so are gradients")
-    plan.reached = [j for j, reached in enumerate(G.reached) if reached]
-    _share(G, model, draws, plan)
-    for k, row, small in own:
-        kind = torch.promote_types(row.dtype, torch.float32)
-        size, apart = (float(torch.linalg.vector_norm(a, dtype=kind)) for a in (row, G.buffer[k] - row))
-        if not small and not apart <= min(4.0 * plan.rounding**0.5, _MOST_APART) * size:
-            raise RowByRow(
-                f"rows of a shared pass differ by {apart / max(size, 1e-30):.1g} of their norm. Does the "
-                "loss of an example depend on the others of its batch, or draw random numbers?"
-            )
-
-
-def _is_rounding(G: Any, k: int) -> bool:
-    """Return whether a loss is zero up to rounding; then so is its gradient."""
-    loss = abs(float(G.found[k]))
-    return loss <= 4.0 * torch.finfo(G.buffer.dtype).eps * (1.0 + loss)
 
 
 def _share(G: Any, model: nn.Module, draws: list[Draw], plan: Plan) -> list[Draw]:
@@ -172,18 +151,18 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
     t, first = len(draws), draws[0]
     given = (batch,) if outputs is None else (batch, outputs)
     given = map_nested(lambda leaf: leaf.view(t, -1, *leaf.shape[1:]), given)
-    names, loss = [f"0.{name}" for name in G.vector.names], nn.ModuleList([model])
+    loss = nn.ModuleList([model])
     loss.forward = lambda *given: call_loss(first.loss, model, given[0], len(first.at), *given[1:]).mean()
 
-    def scaled(values: Sequence[Tensor], given: Any) -> Tensor:
-        return functional_call(loss, dict(zip(names, values, strict=True)), given) * G.scale
+    def scaled(own: dict[str, Tensor], given: Any) -> Tensor:
+        return functional_call(loss, own, given) * G.scale
 
-    own = [p.detach() for p in G.vector.parameters]
+    own = {f"0.{name}": p.detach() for name, p in zip(G.vector.names, G.vector.parameters, strict=True)}
     gradients, losses = vmap(grad_and_value(scaled), (None, 0))(own, given)
-    for gradient, part in zip(gradients, G.parts(first.k, t), strict=True):
+    for gradient, part in zip(gradients.values(), G.parts(first.k, t), strict=True):
         part.copy_(gradient * first.weight)
     G.note(first.k, (), losses / G.scale * first.weight)  # a gradient of zeros may be that of no parameter
-    return max(map(_rounding, own))
+    return max(torch.finfo(p.dtype).eps for p in own.values())
 
 
 def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> float:
@@ -195,14 +174,14 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
     """
     t, n, first = len(draws), len(draws[0].at), draws[0]
     parts = dict(zip(map(id, G.vector.parameters), G.parts(first.k, t), strict=True))
-    reached, rounding = set[int](), {_rounding(part) for part in parts.values()}
+    reached, rounding = set[int](), {torch.finfo(part.dtype).eps for part in parts.values()}
 
     def forward(layer: Any, own: Mapping[str, Tensor], x: Tensor) -> Any:
         x = x.expand(t * n, *x.shape[1:])  # position ids for all examples; an error for other sizes
         constant = {name: p.detach() for name, p in own.items()}
 
         def add(x: Tensor, e: Tensor) -> None:
-            rounding.add(_rounding(e))
+            rounding.add(torch.finfo(e.dtype).eps)
             x, e = (a.reshape(t, n, *a.shape[1:]) for a in (x, e))
             for name, found in _gradients(layer, constant, x, e).items():
                 into, fresh = parts[id(own[name])], id(own[name]) not in reached
@@ -299,11 +278,6 @@ def _with(layer: nn.Module, values: Mapping[str, Tensor]) -> Any:
     other = object.__new__(type(layer))
     other.__dict__.update(layer.__dict__, _parameters={**layer._parameters, **values})
     return other
-
-
-def _rounding(gradient: Tensor) -> float:
-    """Return the relative rounding error of the products from which a gradient is computed."""
-    return torch.finfo(torch.bfloat16 if gradient.is_cuda else gradient.dtype).eps
 
 
 def _activations(model: nn.Module, compute: Callable[[], None]) -> int:
