@@ -188,7 +188,7 @@ class Line:
         Whether the promise is kept: by the held-out examples, if there are any, else by the last step; if the
         loss is held equal, or is a mean over a batch, which is not that of other batches, whether no step
         broke it. Without a tolerance, a held-out loss may differ from its stored value by less than its
-        interval.
+        interval. Not kept if weights have changed, and no step was seen.
     """
 
     name: Any
@@ -421,8 +421,10 @@ class Report(dict[Any, Line]):
         return ax
 
 
-def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any, Any]) -> Report:
-    """Return the report on kept sets, with their held-out losses."""
+def make_report(
+    history: History, sets: Mapping[Any, Any], held_out: Mapping[Any, Any], bypassed: bool = False
+) -> Report:
+    """Return the report on kept sets, with their held-out losses; `bypassed` if steps were not seen."""
     points, lines = history.points(), []
     for name, kept in sets.items():
         line = replace(history.lines.get(name, Line(name)))
@@ -437,13 +439,13 @@ def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any
             *found, line.held_bound = held_out[name]  # of all processes
             line.held_out, bound = tuple(found), line.held_bound
             now = line.held_out[1 if kept.promise.allowed is None and line.held > 1 else 0]
-        # False for NaN; without a step, nothing has changed.
+        # False for NaN; without any step, nothing has changed.
         within = now <= bound + _LOSSES * (1.0 + abs(bound))
         if kept.means or (kept.promise.equal and line.held_out is None):
             within = line.broke == 0.0 and math.isfinite(now)
         elif kept.promise.equal and line.held_out is not None:
             within = within and line.held_out[2] >= bound
-        line.kept = within or not (line.steps or line.held_out)
+        line.kept = within or not (line.steps or line.held_out or bypassed)
     return Report(lines, points)
 
 

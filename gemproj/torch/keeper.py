@@ -203,7 +203,13 @@ class KeeperBase:
         Held-out examples are evaluated now, in a forward pass; on several processes, all of them must call
         it.
         """
-        return make_report(self.history, self.sets, self._scored())
+        bypassed = self._training is not None and self._training.is_bypassed()
+        if bypassed:
+            warn(
+                "The weights have changed, and no step of the keeper's optimizer was seen: another one took "
+                "the steps, which were not projected. Make the keeper with the optimizer that trains."
+            )
+        return make_report(self.history, self.sets, self._scored(), bypassed)
 
     def held_out(self) -> dict[Hashable, tuple[float, float, float]]:
         """Return the loss of the held-out examples of each set now, with the ends of its 95 % interval.

@@ -46,7 +46,6 @@ class Training:
         self.terms, self.joint = Terms(), SharedPasses()
         self.last: Projection | None = None
         self.warm: dict[str, tuple[list[Any], Any]] = {}
-        self._changed = True  # whether sets were kept, dropped or loaded since the last look
         self._again = False  # whether the next step looks, whatever `look` says
         self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
@@ -123,6 +122,7 @@ class Training:
                 "optimizer."
             )
         self.rows, self.warm = Rows(vector), {}
+        self.change()
         self._known = self._parameters()
         for step in self.steps:
             step.use(vector)
@@ -136,7 +136,16 @@ class Training:
 
     def change(self) -> None:
         """Have the next step compute all rows, because sets were kept, dropped or loaded."""
-        self._changed = True
+        self._changed, self._versions = True, self._count_changes()
+
+    def is_bypassed(self) -> bool:
+        """Return whether weights have changed since sets were kept, and no step of the optimizers was seen."""
+        return self._begun == 0 and self._versions != self._count_changes()
+
+    def _count_changes(self) -> list[int]:
+        """Return how often each parameter was changed in place; gathered ones change in other ways, too."""
+        vector = self.rows.vector
+        return [] if vector.topology.collective else [p._version for p in vector.parameters]
 
     def look_again(self) -> None:
         """Have the next step compute all rows, unless another process may not know of it."""
