@@ -26,10 +26,10 @@ _MOST_STEPS = 64
 _SAFETY, _DECAY, _MOST_SAFETY = 1.5, 0.9, 4.0
 # Errors of a forecast are relative to the forecast, or to this fraction of the tolerance if it is smaller.
 _SMALL = 0.1
-# Fraction of the loss along the whole way, by its curvature, below which weights have been set back.
+# Fraction of the loss at the last look below which weights have been set back.
 _BACK = 1.0 / 16.0
 # What is known about each row, one after the other; those of a new row.
-_NEW = torch.tensor([[0.0], [0.0], [_SAFETY], [0.0], [0.0], [0.0]], dtype=torch.float64)
+_NEW = torch.tensor([[0.0], [0.0], [_SAFETY], [0.0], [0.0], [0.0], [0.0]], dtype=torch.float64)
 
 
 class Forecast:
@@ -39,10 +39,10 @@ class Forecast:
     ----------
     names : list
         The set of each row.
-    known : Tensor, shape (6, t)
+    known : Tensor, shape (7, t)
         By row: the loss at its last look, above its stored value; the way |w| from where it was stored to
-        this look; the safety; and since the look the rise to first order, the way up to the last projected
-        step, and the number of steps.
+        this look; the safety; since the look the rise to first order, the way up to the last projected step,
+        and the number of steps; and the way between the last two looks.
     """
 
     def __init__(self) -> None:
@@ -66,15 +66,16 @@ class Forecast:
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
         square, products = rows.products(rows.vector.read_step())
-        _, way, safety, rise, since, steps = self.known
+        _, _, safety, rise, since, steps, gap = self.known
         steps += 1
         self._rise, self._since = rise - products, since + square.sqrt()
         self._now = self._ahead(0)
         rows.losses = rows.stored + self._now
         ahead = 2 if late else 1
-        kept = safety * self._ahead(ahead) <= torch.as_tensor(terms.tolerance)  # False without a tolerance
-        # Beyond twice the way from which it comes, the curvature is a guess.
-        near = self._since * (1.0 + ahead / steps) <= way
+        forecast = self._ahead(ahead)  # it may be below zero
+        kept = forecast + (safety - 1.0) * forecast.abs() <= torch.as_tensor(terms.tolerance)  # False for NaN
+        # Beyond twice the way between the last two looks, the forecast is a guess.
+        near = self._since * (1.0 + ahead / steps) <= 2.0 * gap
         flags = ~(kept & near & (steps + ahead <= _MOST_STEPS)) | whole
         if terms.weight is not None:  # then the row is a part of every step
             flags = flags | (torch.as_tensor(terms.weight) > 0.0)
@@ -93,9 +94,9 @@ class Forecast:
 
     def _ahead(self, steps: int) -> Tensor:
         """Return the losses above their stored values after so many more steps like those since the look."""
-        excess, way, _, _, _, age = self.known
+        excess, way, _, _, _, age, _ = self.known
         longer = 1.0 + steps / age
-        curvature = torch.where(way > 0.0, excess.clamp(min=0.0) / way**2, 0.0)
+        curvature = torch.where(way > 0.0, excess.abs() / way**2, 0.0)
         rise = torch.where(self._rise > 0.0, self._rise * longer, self._rise)
         return excess + rise + curvature * (self._since * longer) ** 2
 
@@ -108,23 +109,22 @@ class Forecast:
         if due is None:
             at = {name: k for k, name in enumerate(self.names)}
             every = torch.cat([self.known.to(_NEW), _NEW], dim=1)
-            _, way, safety, _, since, _ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
+            _, way, safety, _, since, *_ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
             self.names, self._copied, none = list(rows.names), None, torch.zeros_like(found)
-            self.known = torch.stack([found, way + since, safety, none, none, none])
+            self.known = torch.stack([found, way + since, safety, *[none] * 4])
             return
-        _, way, safety, _, _, steps = self.known
+        _, way, safety, _, _, steps, gap = self.known
         expected = self._now.maximum(torch.as_tensor(_SMALL * tolerance)).clamp(min=1e-30)
         error = (found / expected).clamp(max=_MOST_SAFETY).nan_to_num(0.0)  # NaN without a tolerance
         safer, none = error.maximum(1.0 + _DECAY * (safety - 1.0)), torch.zeros_like(found)
-        # A mean of the drawn examples has an error of its own, and so has the forecast: their mean has less.
-        mean = torch.where(way > 0.0, 0.5 * (found + self._now), found)
         # Weights that were set back, as by a checkpoint, are near where the loss was stored, however long the
-        # way was: then the loss that is found is small, and so was its forecast. The way begins anew.
-        whole = way + self._since
-        least = _BACK * self.known[0]
-        back = (way > 0.0) & (found.abs() < least) & (self._now * way**2 < least * whole**2)
-        fresh = [mean, torch.where(back, none, whole), safer, none, none, none]
-        old = [self.known[0], way, safety, self._rise, self._since, steps]
+        # way was: then the loss is much smaller than at the last look, and the way begins anew.
+        back = (way > 0.0) & (found.abs() < _BACK * self.known[0])
+        # A mean of the drawn examples has an error of its own, and so has the forecast: their mean has less.
+        mean = torch.where((way > 0.0) & ~back, 0.5 * (found + self._now), found)
+        ways = torch.where(back, none, torch.stack([way + self._since, self._since]))
+        fresh = [mean, ways[0], safer, none, none, none, ways[1]]
+        old = [self.known[0], way, safety, self._rise, self._since, steps, gap]
         self.known = torch.where(torch.tensor(due, device=found.device), torch.stack(fresh), torch.stack(old))
 
     def state_dict(self) -> dict[str, Any]:

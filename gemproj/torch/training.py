@@ -139,7 +139,7 @@ class Training:
         self._changed, self._versions = True, self._count_changes()
 
     def is_bypassed(self) -> bool:
-        """Return whether weights have changed since sets were kept, and no step of the optimizers was seen."""
+        """Return whether weights have changed since sets were kept, and no step was seen."""
         return self._begun == 0 and self._versions != self._count_changes()
 
     def _count_changes(self) -> list[int]:
