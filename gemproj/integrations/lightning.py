@@ -116,6 +116,7 @@ class KeeperCallback(CallbackBase, Callback):
         self._trainer = trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._attach(pl_module, trainer.optimizers[0], scaler=scaler, group=everyone())
+        self.logs()  # drops the numbers of an earlier fit
         # Lightning clips after the hook before the step. With manual optimization the module clips, and it
         # may call the optimizer itself.
         self._steps[0].early = pl_module.automatic_optimization

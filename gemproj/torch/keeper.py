@@ -206,8 +206,8 @@ class KeeperBase:
         bypassed = self._training is not None and self._training.is_bypassed()
         if bypassed:
             warn(
-                "The weights have changed, and no step of the keeper's optimizer was seen: another one took "
-                "the steps, which were not projected. Make the keeper with the optimizer that trains."
+                "The weights have changed, and the keeper saw no step: without held-out examples no promise "
+                "counts as kept. Make the keeper with the optimizer that trains, and remove it afterwards."
             )
         return make_report(self.history, self.sets, self._scored(), bypassed)
 
@@ -254,6 +254,7 @@ class KeeperBase:
     def remove(self) -> None:
         """Detach from the optimizer."""
         if self._training is not None:
+            self._training.change()  # so that a report knows of later steps
             self._training.remove()
 
     @property

@@ -139,8 +139,8 @@ class Training:
         self._changed, self._versions = True, self._count_changes()
 
     def is_bypassed(self) -> bool:
-        """Return whether weights have changed since sets were kept, and no step was seen."""
-        return self._begun == 0 and self._versions != self._count_changes()
+        """Return whether weights have changed before the first step, or after the last one was seen."""
+        return not (self._begun and self.steps) and self._versions != self._count_changes()
 
     def _count_changes(self) -> list[int]:
         """Return how often each parameter was changed in place; gathered ones change in other ways, too."""
