@@ -18,7 +18,6 @@ from rich.markup import escape
 
 from ..common import command
 from ..common.results import Results
-from ..common.workers import work
 from . import model as chat
 from . import report
 from .prepared import FORMS, load, named, prepare
@@ -143,9 +142,8 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
         if not file.is_file():
             console.print("The model writes conversations, and texts are encoded: minutes, only this time.")
         prepare(form, where, skills, sources, device, file)
-        waiting = results.missing(wanted)
-        console.print(f"[bold]keep_chat[/]  {len(waiting)} of {len(wanted)} runs, into {options.out}")
-        work(waiting, results.keep, options.jobs or (1 if device == "cuda" else command.cores()), console)
+        jobs = options.jobs or (1 if device == "cuda" else command.cores())
+        results.complete("keep_chat", wanted, jobs, console)
     for path in report.publish(results, options.out, console):
         console.print(f"[bold]written[/]   {path}")
 

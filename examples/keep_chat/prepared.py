@@ -13,8 +13,8 @@ from gemproj.torch import write_references
 from gemproj.torch.data import moved
 from gemproj.torch.losses import Distillation
 
+from ..common.origin import digest
 from ..lora_agnews import data
-from ..study import digest
 from . import model as chat
 from .model import Example, collate
 from .texts import QUESTION, TASK, Chat, Skill, lines_of
@@ -91,7 +91,7 @@ def load(skills: Sequence[str], files: Mapping[str, Path | None]) -> Sources:
 def named(form: Form, where: str, skills: Sequence[str], sources: Sources, cache: Path) -> Path:
     """Return the file of all texts, which may not exist; its name is a hash of all that decides them."""
     news = (sources.news.texts, sources.news.labels) if sources.news else ()
-    return cache / f"keep-chat-{digest.of_values([asdict(form), where, skills, news, *sources[1:]])}.pt"
+    return cache / f"keep-chat-{digest([asdict(form), where, skills, news, *sources[1:]])}.pt"
 
 
 def prepare(form: Form, where: str, skills: Sequence[str], sources: Sources, device: str, file: Path) -> None:

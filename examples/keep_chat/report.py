@@ -1,6 +1,6 @@
 """Tables and figures of the finished runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -12,9 +12,9 @@ from rich.console import Console
 from ..common import colours
 from ..common.command import SetupError
 from ..common.drawing import INK, dark, plt, save
-from ..common.metrics import Record, grouped, interval
+from ..common.metrics import Measure, Record, grouped
 from ..common.results import Results
-from ..common.tables import markdown_table, plus_minus
+from ..common.tables import markdown_table, mean_of, table
 from .run import KINDS, method
 
 GATES = (0.02, 0.05, 0.1)
@@ -73,24 +73,16 @@ def page(records: Sequence[Record]) -> str:
         parts.append(
             f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
             f"{seeds} seed{each}. The 95 % interval over a run's conversations is ± {share} of the "
-            f"divergence, on average.\n\n{table(runs)}"
+            f"divergence, on average.\n\n{losses(runs)}"
         )
     return "\n\n".join([*parts, gates(usual_rate(compared(records))), ranges(usual_rate(records))])
 
 
-def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], digits: int) -> str:
-    values = [value for run in runs if (value := measure(run)) is not None]
-    if not values:
-        return "-"
-    found = interval(values)
-    return plus_minus({"mean": found.mean, "std": found.half if len(values) > 1 else None}, 1, digits)
-
-
-def table(runs: Sequence[Record]) -> str:
+def losses(runs: Sequence[Record]) -> str:
     """Return the table of a skill: means over the seeds with their 95 % intervals."""
     plain = [run["step"] for run in usual_rate(runs) if (run["kind"], run["adapters"]) == ("plain", "lora")]
     base = mean(plain) if plain else None
-    columns: dict[str, tuple[Callable[[Record], float | None], int]] = {
+    measures: dict[str, tuple[Measure, int]] = {
         "New skill: loss": (lambda run: run["new"], 3),
         "Right, %": (lambda run: None if "accuracy" not in run else 100 * run["accuracy"], 1),
         "Divergence held out": (lambda run: run["held_out"], 4),
@@ -106,11 +98,15 @@ def table(runs: Sequence[Record]) -> str:
     rows = []
     by = grouped(lambda run: (run["name"], run["rate"], run["adapters"]), runs)
     for (name, rate, _), found in by.items():
-        label = name if usual_rate(found) else f"{name}, rate {rate:g}"
-        rows.append([label, *(_cell(found, *column) for column in columns.values())])
-    used = [k for k in range(len(columns)) if any(row[k + 1] != "-" for row in rows)]
-    head = ["Method", *(list(columns)[k] for k in used)]
-    return markdown_table(head, [[row[0], *(row[k + 1] for k in used)] for row in rows])
+        rows.append((name if usual_rate(found) else f"{name}, rate {rate:g}", found))
+    return table(
+        rows,
+        {
+            head: mean_of(measure, 1, decimals, "half")
+            for head, (measure, decimals) in measures.items()
+            if any(measure(run) is not None for run in runs)
+        },
+    )
 
 
 def gates(records: Sequence[Record]) -> str:

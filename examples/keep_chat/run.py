@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
@@ -20,9 +20,9 @@ from gemproj.torch import Keeper, Promise
 from gemproj.torch.data import PerExample, moved
 from gemproj.torch.losses import model_logits
 
-from ..common.metrics import interval
+from ..common.metrics import spread
+from ..common.origin import origin
 from ..common.results import rounded
-from ..common.workers import origin
 from .model import Example, adapted, answer_losses, collate, load, upper
 from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, read
 
@@ -66,6 +66,7 @@ class Run:
     kept: int = 0  # texts that the method may use; 0 for all
     sets: int = 1  # in which they are kept, each with a promise
     device: str = "cpu"
+    brief: ClassVar[str] = "new {new:.3f}, divergence held out {held_out:.4f}"
 
     @property
     def method(self) -> str:
@@ -83,11 +84,6 @@ class Run:
         named = (self.form, self.skill, self.kind, f"{self.value:g}", f"{self.rate:g}", self.adapters)
         texts = (f"-kept{self.kept}" if self.kept else "") + (f"-sets{self.sets}" if self.sets > 1 else "")
         return "-".join(named) + f"{texts}-seed{self.seed}"
-
-    @staticmethod
-    def brief(result: dict[str, Any]) -> str:
-        """Summarize a result in a few words."""
-        return f"new {result['new']:.3f}, divergence held out {result['held_out']:.4f}"
 
     def record(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a result."""
@@ -109,7 +105,7 @@ class Run:
             from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
 
             reduce_intruder_dimension(model, logging_sink=None)
-        about = origin({"texts": self.prepared.stem})  # of this model
+        about = origin(texts=self.prepared.stem)  # of this model
         return found | measured(model, data, self.skill) | {"about": about}
 
 
@@ -286,8 +282,8 @@ def measured(model: Any, data: Prepared, skill: str, size: int = 16) -> dict[str
     for start in range(0, len(data.apart), size):
         batch = moved(collate(data.apart[start : start + size]), device)
         apart += MEASURED(model, batch, PerExample(data.said[start : start + size])).tolist()
-    spread = interval(apart)
-    found: dict[str, Any] = {"new": total / count, "held_out": spread.mean, "half": spread.half}
+    drift = spread(apart)
+    found: dict[str, Any] = {"new": total / count, "held_out": drift.mean, "half": drift.half}
     if len(first):
         found["accuracy"] = right / len(tests)
     return found | {"abilities": abilities(model, data, size)}

@@ -1,21 +1,10 @@
-"""Numbers of single runs, means with intervals, and differences paired over seeds."""
+"""The runs of a stream, their differences paired over seeds, and numbers that only streams have."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from ..common.metrics import Interval, Measure, Record, Runs, grouped, metric, paired
-
-
-def in_order(values: Iterable[float]) -> float:
-    """Return the sum with rounding after each term; `sum` has compensated for rounding since Python 3.12.
-
-    Accuracies are multiples of 0.05 %, so the last bit decides which of two digits a table shows.
-    """
-    return float(np.cumsum([*values])[-1])
-
+from ..common.metrics import Measure, Record, Runs, Spread, grouped, in_order, metric, paired, whole_step
 
 average_accuracy = metric("average_accuracy")
 
@@ -39,11 +28,6 @@ def lowest_past_accuracy(record: Record) -> float:
 def after(task: int) -> Measure:
     """Return the measure of the mean accuracy on the first `task` tasks, after learning them."""
     return lambda record: in_order(record["accuracies"][task][:task]) / task
-
-
-def seconds_per_step(record: Record) -> float:
-    """Return the time of a whole step, the sum of its parts."""
-    return in_order(record["seconds"]["per_step"].values())
 
 
 def one_setting(runs: Sequence[Record]) -> list[Record]:
@@ -72,13 +56,13 @@ class Found:
         names = [name for name in names if name in self.runs]
         return Found(*({name: runs[name] for name in names} for runs in (self.runs, self.times)))
 
-    def minus(self, name: str, other: str, measure: Measure = average_accuracy) -> Interval | None:
+    def minus(self, name: str, other: str, measure: Measure = average_accuracy) -> Spread:
         """Return the paired difference of a method to another one; see `paired`."""
         return paired(self.runs.get(name, []), self.runs.get(other, []), measure)
 
     def step(self, name: str) -> float:
         """Return the mean time of a whole step over the runs."""
-        return in_order(map(seconds_per_step, self.times[name])) / len(self.times[name])
+        return in_order(map(whole_step, self.times[name])) / len(self.times[name])
 
     def longest_within(self, names: Iterable[str], seconds: float) -> str | None:
         """Return the method with the longest steps of at most `seconds` seconds, or None."""

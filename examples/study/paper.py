@@ -61,14 +61,14 @@ def protocol(wanted: str | None) -> list[str]:
 
 def write(out: Path) -> None:
     """Write tables and figures of the results in a folder."""
-    results, summary = report.summarized(out)
-    (out / "table.md").write_text(paper_report.markdown(results, summary), encoding="utf-8")
+    results = report.read(out)
+    (out / "table.md").write_text(paper_report.markdown(results), encoding="utf-8")
     given = results["config"]
     shape = f"{given['small_layers']} layers of width {given['small_width']}"
     name = f"GPT-2 of {shape}" if given["backbone"] == "small" else given["backbone"]
     here = f"Here\n{name}, {results['environment'].get('gpu', given['device'].upper())}"
-    panels = {f"I-GEM paper\n{paper_report.BACKBONE}": paper_report.PUBLISHED, here: summary}
-    figures.draw(results["runs"], panels, out)
+    published = {name: found["average_accuracy"] for name, found in paper_report.PUBLISHED.items()}
+    figures.draw(results["runs"], out, here, {f"I-GEM paper\n{paper_report.BACKBONE}": published})
     print(f"tables and figures are in {out}")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from ..common.drawing import save
 from . import figures, plan, report
 from .compare import Found
-from .results import Results, results_of
+from .runs import Results, results_of
 from .settings import BASIC, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS
 
 EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness matter?

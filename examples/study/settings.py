@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from gemproj import PGD
 
@@ -56,6 +56,7 @@ class Setting:
     eval_interval: int = 50
     probe_interval: int = 20
     device: str = "cpu"
+    tuned: ClassVar[str] = ""  # on no other stream
 
 
 ALL = 10**9  # examples

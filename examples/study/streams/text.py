@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from ...common.command import cache_folder
+from ...common.origin import digest
 from ...lora_agnews import backbone, data, small, stream
 from ...lora_agnews.config import QUICK
-from .. import digest
 from . import Stream, Task
 
 _load = lru_cache(maxsize=1)(data.load)  # a worker has many runs, each with its own stream
@@ -34,5 +34,5 @@ def agnews(seed: int, tasks: int = 3, data_folder: str | None = None, **settings
         found.append(Task(one.name, *parts))
     rows = [[part.texts, part.labels] for one in dealt for part in (one.train, one.test)]
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    hashes = {"data": digest.of_values(rows), "backbone": digest.of_files(weights)}
+    hashes = {"data": digest(rows), "backbone": digest(*weights)}
     return Stream(found, model.train(), backbone.logits, hashes)
