@@ -79,8 +79,6 @@ def test_tables_and_figures(finished):
 def test_committed_tables_follow_from_committed_runs(folder):
     place = Path(__file__).parents[1] / "docs/results/keep-chat" / folder
     found = list(report.Results(place / "runs.jsonl").records.values())
-    for one in found:
-        one["name"] = report.name_of(one)
     assert report.page(found) + "\n" == (place / "keep-chat.md").read_text()
 
 
