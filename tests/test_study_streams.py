@@ -12,7 +12,7 @@ pytest.importorskip("mnist1d", reason="needs the extra examples")
 import torch
 
 from examples.common.command import SetupError
-from examples.lora_agnews import data, pretrain, small, stream
+from examples.lora_agnews import data, small, stream
 from examples.lora_agnews.config import MINI
 from examples.study.streams import KINDS, load, text
 
@@ -28,12 +28,13 @@ def options(tmp_path_factory):
     (cache / "train.csv").write_text("".join('"{}","{}","{}"\n'.format(*row) for row in rows), "utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("AGNEWS_DIR", str(cache))
         patch.setattr(text, "QUICK", MINI)
         yield {
             **dict.fromkeys(("permuted", "rotated"), SMALL),
             "split": SMALL | {"tasks": 5},
             "mnist1d": SMALL,
-            "agnews": {"tasks": 3, "data_folder": str(cache)},
+            "agnews": {"tasks": 3},
         }
 
 
@@ -41,7 +42,7 @@ def at_once(command, **_):
     """Pretrain in this process: that another one does it is tested with the experiment on AG News."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)
-        pretrain.pretrain(*map(Path, command[-2:]))
+        small.pretrain(*map(Path, command[-2:]))
     return SimpleNamespace(returncode=0)
 
 
@@ -78,10 +79,11 @@ def test_test_rows_are_unseen_and_a_seed_decides_everything(kind, options, one_t
         (b'"1","a","b"\n"2","a","\xff\xfe"\n', "line 1: .*invalid"),
     ],
 )
-def test_malformed_data_are_named_with_their_line(content, message, tmp_path):
+def test_malformed_data_are_named_with_their_line(content, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGNEWS_DIR", str(tmp_path))
     (tmp_path / "train.csv").write_bytes(content)
     with pytest.raises(SetupError, match=rf"train.csv, {message}"):
-        load("agnews", 0, data_folder=str(tmp_path))
+        load("agnews", 0)
 
 
 def test_the_corpus_as_published_or_generated(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ from rich.markup import escape
 from ..common import command
 from ..common.origin import VERSIONS
 from ..common.results import Results
-from . import data, small, stream
+from . import data, stream
 from .config import METHODS, PRESETS, Config
 
 
@@ -83,7 +83,10 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
     per_class = [sum(column) for column in zip(*stream.rows_needed(config), strict=True)]
     articles = data.load(given["data"], "--data", per_class)
 
-    import torch  # torch and transformers take seconds to import; --help should not wait
+    # These take seconds to import; --help should not wait.
+    import torch
+
+    from . import backbone, figures, report, small, train
 
     config = replace(config, device=usable(config.device))
     out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, the experiment ends here
@@ -94,8 +97,6 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
     folder = small.backbone_folder(config, experiences, given["cache"] or command.cache_folder(), console)
-    from . import backbone, figures, report, train
-
     stage = experiences, folder
     runs = [train.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
     results = Results(out / "runs.jsonl")

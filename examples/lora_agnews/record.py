@@ -28,8 +28,7 @@ class Recorder:
     its cosine with the gradient of that task is negative. The cosine of the gradient itself is measured, too,
     because the step of an adaptive optimizer has another direction.
 
-    After `watch` and `watch_keeper`, hooks of the optimizer measure every step. Test rows are evaluated once
-    at a step.
+    After `watch` and `watch_keeper`, hooks of the optimizer measure every step.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class Recorder:
         loss: Callable[[nn.Module, Batch], Tensor],
         logits: Callable[[nn.Module, Batch], Tensor],
     ) -> None:
-        self.counts: dict[Any, int] = {}  # right answers, by the step, the task, and the part of its rows
         self.config, self.model, self.loss, self.logits = config, model, loss, logits
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.step, self.boundaries = 0, list(accumulate(steps))
@@ -165,24 +163,15 @@ class Recorder:
 
     def _add_point(self) -> None:
         if self._due(self.config.eval_interval):
-            accuracy = [self._right(k, 0) / len(few["labels"]) for k, (few, _) in enumerate(self.test)]
+            accuracy = [self._right(few) / len(few["labels"]) for few, _ in self.test]
             self.curve.append({"step": self.step, "accuracy": accuracy})
 
     def _accuracies(self) -> list[float]:
-        return [
-            (self._right(k, 0) + self._right(k, 1)) / (len(few["labels"]) + len(rest["labels"]))
-            for k, (few, rest) in enumerate(self.test)
-        ]
-
-    def _right(self, task: int, part: int) -> int:
-        """Return the number of right answers on the rows of the curves (0), or on the others (1)."""
-        at = self.step, task, part
-        if at not in self.counts:
-            self.counts[at] = self._count(self.test[task][part])
-        return self.counts[at]
+        return [sum(map(self._right, task)) / sum(len(part["labels"]) for part in task) for task in self.test]
 
     @torch.inference_mode()
-    def _count(self, examples: Batch) -> int:
+    def _right(self, examples: Batch) -> int:
+        """Return the number of right answers."""
         self.model.eval()
         found = [
             (self.logits(self.model, part).argmax(dim=1) == part["labels"]).sum()

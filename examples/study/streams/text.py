@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,15 +15,15 @@ from . import Stream, Task
 _load = lru_cache(maxsize=1)(data.load)  # a worker has many runs, each with its own stream
 
 
-def agnews(seed: int, tasks: int = 3, data_folder: str | None = None, **settings: Any) -> Stream:
+def agnews(seed: int, tasks: int = 3, **settings: Any) -> Stream:
     """Distribute AG News to the tasks, each dominated by one class; the seed shuffles their order.
 
-    The articles come from a folder, by default ``$AGNEWS_DIR``, or else from the Hugging Face hub. The model
-    is that of the AG News experiment's quick preset with changed `settings`; the small one is kept in the
-    user's cache, and pretrained if it is not there.
+    The articles come from ``$AGNEWS_DIR``, or else from the Hugging Face hub. The model is that of the AG
+    News experiment's quick preset with changed `settings`; the small one is kept in the user's cache, and
+    pretrained if it is not there.
     """
     config = replace(QUICK, device="cpu", experiences=tasks, **settings)
-    articles = _load(Path(data_folder) if data_folder else None, "data_folder")
+    articles = _load(None, "")
     dealt = stream.build(articles.texts, articles.labels, config)
     folder = small.backbone_folder(config, dealt, cache_folder(), Console(quiet=True))
     model = backbone.load(folder, seed, config.dropout)
