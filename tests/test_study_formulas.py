@@ -3,6 +3,8 @@
 Tables are compared, letter by letter, with the committed pages in test_study.py.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -62,7 +64,7 @@ def test_spread_and_guarantee():
 def test_mega_against_its_definition(weights, loss, x):
     # The loss on the memory is 1.
     g, r = torch.tensor([-4.0, 2.0], dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
-    mega.balance([r], [g], (loss, 1.0), weights)
+    mega.Balanced.change(SimpleNamespace(weights=weights), [r], [g], (loss, 1.0))
     assert g.tolist() == pytest.approx(x, abs=1e-4)
 
 

@@ -36,15 +36,14 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
     given = asking.parse_args(arguments)
 
     # Torch takes seconds to import; --help should not wait.
-    from . import plan, publish, runs, settings
+    from . import plan, publish, settings
 
     methods = tuple(filter(None, given.methods.split(",")))
     command.check_known("stream", given.names, settings.STREAMS)
     command.check_known("method", methods, settings.METHODS)
     if not given.report:
         plan.complete(given.names, methods, given.out, given.jobs, given.time, console)
-    found = {name: runs.results_of(name, given.out) for name in given.names or settings.STREAMS}
-    written = {name: publish.publish(name, of, given.out) for name, of in found.items()}
+    written = {name: publish.publish(name, given.out) for name in given.names or settings.STREAMS}
     if missing := [name for name, paths in written.items() if not paths]:
         told = f"{given.out} has no reported runs of {', '.join(missing)}"
         if len(missing) == len(written):

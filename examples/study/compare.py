@@ -1,7 +1,6 @@
 """The runs of a stream, their differences paired over seeds, and numbers that only streams have."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ..common.metrics import Measure, Record, Runs, Spread, grouped, in_order, metric, paired, whole_step
@@ -28,20 +27,6 @@ def lowest_past_accuracy(record: Record) -> float:
 def after(task: int) -> Measure:
     """Return the measure of the mean accuracy on the first `task` tasks, after learning them."""
     return lambda record: in_order(record["accuracies"][task][:task]) / task
-
-
-def one_setting(runs: Sequence[Record]) -> list[Record]:
-    """Return runs in the order of their seeds; raise if they repeat a seed or mix settings.
-
-    A mean over such runs would describe no setting.
-    """
-    twice = sorted(seed for seed, n in Counter(run["seed"] for run in runs).items() if n > 1)
-    settings = {(run["lr"], run["knob"]) for run in runs}
-    if twice or len(settings) > 1:
-        what = f"seeds {twice} more than once" if twice else f"more than one (lr, knob): {settings}"
-        where = {key: runs[0].get(key) for key in ("stream", "method")}
-        raise ValueError(f"records must hold one run per seed, found {what} for {where}; keep one")
-    return sorted(runs, key=lambda run: run["seed"])
 
 
 @dataclass(frozen=True)
@@ -76,10 +61,7 @@ def found_in(records: Iterable[Record], methods: Collection[str]) -> Found:
     Times are taken from runs that had the machine to themselves, if there are any; bytes from reported runs.
     """
     phases = grouped("phase", records)
-    runs, alone = (
-        {name: one_setting(of) for name, of in grouped("method", phases.get(phase, []), methods).items()}
-        for phase in ("report", "time")
-    )
+    runs, alone = (grouped("method", phases.get(phase, []), methods) for phase in ("report", "time"))
     times = {
         name: [one | {"bytes": found[0]["bytes"]} for one in alone[name]] if name in alone else found
         for name, found in runs.items()

@@ -10,7 +10,7 @@ from matplotlib.ticker import NullLocator
 
 from ..common.drawing import INK, noted, plt
 from ..common.metrics import Record, Spread, grouped, spread
-from .compare import Found, average_accuracy, one_setting
+from .compare import Found, average_accuracy
 from .settings import METHODS
 
 MARKERS = "osD^vP*Xh<>"
@@ -52,7 +52,7 @@ def memory(records: Sequence[Record]) -> Figure:
     looks = dict(zip(grouped("policy", records), zip(MARKERS, cycle(DASHES), strict=False), strict=False))
     lines = {
         (name, policy): {
-            size: spread(100 * average_accuracy(run) for run in one_setting(runs))
+            size: spread(100 * average_accuracy(run) for run in runs)
             for size, runs in grouped("per_task", found, sizes).items()
         }
         for name, group in grouped("method", records, METHODS).items()

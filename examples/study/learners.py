@@ -17,7 +17,6 @@ from gemproj.torch.data import leaves_of
 from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.step import On
 
-from . import mega
 from .gpm import SubspaceProjector
 from .streams import Batch, Stream
 
@@ -218,18 +217,6 @@ class OneTask(Reference):
         one = tasks[int(torch.randint(len(tasks), (), generator=self.random))]
         order = torch.randperm(len(one["labels"]), generator=self.random)
         return rows(one, order[: self.setup.setting.examples * len(tasks)])
-
-
-class Balanced(Reference):
-    """MEGA: a weighted sum of the gradients on the batch and on the memory."""
-
-    def __init__(self, setup: Setup, weights: mega.Weights) -> None:
-        super().__init__(setup)
-        self.weights = weights
-
-    def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
-        """Replace the gradient by the sum."""
-        mega.balance(past, gradient, losses, self.weights)
 
 
 class Subspaces(Learner):

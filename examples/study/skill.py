@@ -28,7 +28,6 @@ from examples.common.tables import Cell, mean_of, table
 from examples.lora_agnews.backbone import GPT2_LAYERS, LORA
 
 from .__main__ import parser
-from .compare import one_setting
 from .language import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
 from .runs import AnyRun, Point, results_of
 from .settings import SEEDS
@@ -181,7 +180,6 @@ def losses_of(setting: str, records: Sequence[Record], results: Results) -> str:
     """Return the table of losses by method and knob, with X + Y minus that of replay of KL."""
     points = {name: Run.chosen(setting, name, results) or (0.0, 0.0) for name in METHODS}
     groups = grouped(lambda run: (run["method"], run["knob"]), records)
-    groups = {key: one_setting(runs) for key, runs in groups.items()}
     base = groups["kl", points["kl"][1]]
 
     def above(found: Sequence[Record]) -> str:
