@@ -74,7 +74,7 @@ def test_runs_and_tables(finished, monkeypatch):
 def stage(finished):
     """Stream and pretrained model of the experiment."""
     needed = [sum(column) for column in zip(*stream.rows_needed(MINI), strict=True)]
-    articles = data.load(None, "--data", needed)
+    articles = data.load(None, needed)
     return stream.build(articles.texts, articles.labels, MINI), next((finished[0] / "cache").iterdir())
 
 

@@ -79,23 +79,22 @@ def test_test_rows_are_unseen_and_a_seed_decides_everything(kind, options, one_t
         (b'"1","a","b"\n"2","a","\xff\xfe"\n', "line 1: .*invalid"),
     ],
 )
-def test_malformed_data_are_named_with_their_line(content, message, tmp_path, monkeypatch):
-    monkeypatch.setenv("AGNEWS_DIR", str(tmp_path))
+def test_malformed_data_are_named_with_their_line(content, message, tmp_path):
     (tmp_path / "train.csv").write_bytes(content)
     with pytest.raises(SetupError, match=rf"train.csv, {message}"):
-        load("agnews", 0)
+        data.load(tmp_path)
 
 
 def test_the_corpus_as_published_or_generated(monkeypatch, tmp_path):
     """Without a hub the corpus is generated, without doubles, and the reason told."""
     content = '"3","Oil up","Prices rose, a ""lot"" \\$2"\n"1","Vote","In\\Iraq #39;s north"\n'
     (tmp_path / "train.csv").write_text(content)
-    articles = data.load(tmp_path, "--data", [1] * 4)
+    articles = data.load(tmp_path, [1] * 4)
     assert articles.texts == ('Oil up. Prices rose, a "lot" $2', "Vote. In Iraq's north")
     assert articles.labels == (2, 0)
     monkeypatch.setattr(data, "HUB_NAME", "gemproj-tests/not-in-any-cache")
     monkeypatch.delenv("AGNEWS_DIR", raising=False)
-    articles = data.load(None, "--data", [400, 300, 200, 100])
+    articles = data.load(None, [400, 300, 200, 100])
     assert "not available: HF_HUB_OFFLINE is set" in articles.reason
     assert len(set(articles.texts)) == 1_000
     assert [articles.labels.count(label) for label in range(4)] == [400, 300, 200, 100]

@@ -30,20 +30,14 @@ ADAPTERS = ("lora", "osf", "all")
 SKILLS = ("news", "capitals", "sequence")
 OF_KEPT = ("text", "outputs", "promise", "auto", "trainer")
 LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
-GPU = (
-    "before plain plain@0.1 plain@0.3 plain@3 average:0.5 text:1 outputs:0.1 outputs:1 outputs:10 own:1 "
-    "promise:0.02 promise:0.05 promise:0.1 promise-own:0.05 promise:0.05@3 intruder osf "
-    "plain@0.1/all outputs:1@0.1/all promise:0.05@0.1/all"
-)
-LONG = "before plain outputs:1 promise:0.05 auto:0.05"
-MANY = "before plain outputs:1 " + " ".join(
-    f"promise:{tolerance}#{texts}" for texts in (32, 128, 512) for tolerance in (0.01, 0.05, 0.3)
-)
 METHODS = {
     "laptop": LAPTOP,
-    "long": LONG,
-    "many": MANY,
-    "gpu": GPU,
+    "long": "before plain outputs:1 promise:0.05 auto:0.05",
+    "many": "before plain outputs:1 "
+    + " ".join(f"promise:{tolerance}#{n}" for n in (32, 128, 512) for tolerance in (0.01, 0.05, 0.3)),
+    "gpu": "before plain plain@0.1 plain@0.3 plain@3 average:0.5 text:1 outputs:0.1 outputs:1 outputs:10 "
+    "own:1 promise:0.02 promise:0.05 promise:0.1 promise-own:0.05 promise:0.05@3 intruder osf "
+    "plain@0.1/all outputs:1@0.1/all promise:0.05@0.1/all",
     "tiny": f"{LAPTOP} auto:0.05*3 promise:0.05#4 trainer:0.05",
 }
 

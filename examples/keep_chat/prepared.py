@@ -85,7 +85,7 @@ class Texts:
     @classmethod
     def read(cls, form: str, model: str, skills: Sequence[str], files: Mapping[str, Path | None]) -> "Texts":
         """Read what the skills need, and "abilities"; `files` names the folder "data", and two files."""
-        news = data.load(files["data"], "--data") if "news" in skills else None
+        news = data.load(files["data"]) if "news" in skills else None
         tasks = lines_of(files["instructions"], "--instructions", TASK) if "sequence" in skills else []
         questions = lines_of(files["abilities"], "--abilities", QUESTION) if files["abilities"] else []
         return cls(form, model, skills, news, tasks, questions)

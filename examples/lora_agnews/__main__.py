@@ -81,7 +81,7 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
         figures.draw(report.read(out)["runs"], out)
         return
     per_class = [sum(column) for column in zip(*stream.rows_needed(config), strict=True)]
-    articles = data.load(given["data"], "--data", per_class)
+    articles = data.load(given["data"], per_class)
 
     # These take seconds to import; --help should not wait.
     import torch

@@ -41,13 +41,9 @@ class Setup:
 
     def memory(self, extra: int = 0) -> Memory:
         """Return an empty memory, for fewer examples if each needs `extra` bytes in addition."""
-        example = self.bytes_of_example()
+        example = sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
         size = max(1, self.setting.per_task * example // (example + extra))
         return Memory(size, self.seed, self.setting.policy)
-
-    def bytes_of_example(self) -> int:
-        """Return the size of one example."""
-        return sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
 
     def bytes_of_outputs(self) -> int:
         """Return the size of the model's outputs for one example."""

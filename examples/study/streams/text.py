@@ -23,7 +23,7 @@ def agnews(seed: int, tasks: int = 3, **settings: Any) -> Stream:
     pretrained if it is not there.
     """
     config = replace(QUICK, device="cpu", experiences=tasks, **settings)
-    articles = _load(None, "")
+    articles = _load()
     dealt = stream.build(articles.texts, articles.labels, config)
     folder = small.backbone_folder(config, dealt, cache_folder(), Console(quiet=True))
     model = backbone.load(folder, seed, config.dropout)
