@@ -98,7 +98,7 @@ def method_of(word: str, form: str) -> dict[str, Any]:
 
 
 @command.finishing
-def main(arguments: Sequence[str] | None, console: Console) -> None:
+def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     """Execute the missing runs, then write tables and figures."""
     options = parser().parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,8 +132,7 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
             texts.prepare(device, file)
         jobs = options.jobs or (1 if device == "cuda" else command.cores())
         results.complete("keep_chat", wanted, jobs, console)
-    for path in report.publish(results, options.out, console):
-        console.print(f"[bold]written[/]   {path}")
+    return report.publish(results, options.out, console)
 
 
 if __name__ == "__main__":

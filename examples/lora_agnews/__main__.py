@@ -67,8 +67,8 @@ def _reader(default: Any) -> Any:
     return values
 
 
-def run(arguments: Sequence[str] | None, console: Console) -> None:
-    """Do the missing runs, and write tables, figures and ``results.json``."""
+def run(arguments: Sequence[str] | None, console: Console) -> list[Path]:
+    """Do the missing runs, write tables, figures and ``results.json``, and return their paths."""
     given = vars(parser().parse_args(arguments))
     settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
     if settings.get("methods") == ("all",):
@@ -78,8 +78,7 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
     if given["draw"]:
         from . import figures, report
 
-        figures.draw(report.read(out)["runs"], out)
-        return
+        return figures.draw(report.read(out)["runs"], out)
     per_class = [sum(column) for column in zip(*stream.rows_needed(config), strict=True)]
     articles = data.load(given["data"], per_class)
 
@@ -118,11 +117,9 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
     (out / "results.json").write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
     tables = report.markdown(records)
     (out / "table.md").write_text(tables, encoding="utf-8")
-    paths = figures.draw(records, out)
     console.print()
     console.print(Markdown(tables))
-    names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])
-    console.print(f"[bold]written[/]   {names} in {out}")
+    return [out / "results.json", out / "table.md", *figures.draw(records, out)]
 
 
 def usable(name: str) -> str:

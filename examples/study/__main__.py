@@ -28,7 +28,7 @@ def parser(program: str, description: str | None) -> ArgumentParser:
 
 
 @command.finishing
-def main(arguments: Sequence[str] | None, console: Console) -> None:
+def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     """Execute the missing runs, then write tables and figures."""
     asking = parser("python -m examples.study", __doc__)
     asking.add_argument("--methods", default="", help="separated by commas, by default all of the stream")
@@ -49,11 +49,10 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
         if len(missing) == len(written):
             raise command.SetupError(told)
         console.print(f"[yellow]missing[/]   {told}")
-    for path in itertools.chain(*written.values()):
-        console.print(f"[bold]written[/]   {path}")
-    for file, text in publish.overview(given.out).items():
+    tables = publish.overview(given.out)
+    for file, text in tables.items():
         (given.out / file).write_text(text, encoding="utf-8")
-        console.print(f"[bold]written[/]   {given.out / file}")
+    return [*itertools.chain(*written.values()), *(given.out / file for file in tables)]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -198,7 +199,7 @@ def losses_of(setting: str, records: Sequence[Record], results: Results) -> str:
 
 
 @command.finishing
-def main(arguments: Sequence[str] | None, console: Console) -> None:
+def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     """Execute the missing runs, then write the tables."""
     given = parser("python -m examples.study.skill", __doc__).parse_args(arguments)
     command.check_known("setting", given.names, SETTINGS)
@@ -209,7 +210,7 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
     if not text:
         raise command.SetupError(f"{results.path} has no setting with all its runs")
     (given.out / "skill.md").write_text(text, encoding="utf-8")
-    console.print(f"[bold]written[/]   {given.out / 'skill.md'}")
+    return [given.out / "skill.md"]
 
 
 if __name__ == "__main__":
