@@ -1,9 +1,9 @@
 """The runs of a stream, their differences paired over seeds, and numbers that only streams have."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..common.metrics import Measure, Record, Runs, Spread, grouped, in_order, metric, paired, whole_step
+from ..common.metrics import Measure, Record, Runs, Spread, in_order, metric, paired, whole_step
 
 average_accuracy = metric("average_accuracy")
 
@@ -53,17 +53,3 @@ class Found:
         """Return the method with the longest steps of at most `seconds` seconds, or None."""
         steps = {name: self.step(name) for name in names if name in self.times}
         return max((name for name in steps if steps[name] <= seconds), key=steps.__getitem__, default=None)
-
-
-def found_in(records: Iterable[Record], methods: Collection[str]) -> Found:
-    """Return the runs of all methods that have records, in the order of methods and seeds.
-
-    Times are taken from runs that had the machine to themselves, if there are any; bytes from reported runs.
-    """
-    phases = grouped("phase", records)
-    runs, alone = (grouped("method", phases.get(phase, []), methods) for phase in ("report", "time"))
-    times = {
-        name: [one | {"bytes": found[0]["bytes"]} for one in alone[name]] if name in alone else found
-        for name, found in runs.items()
-    }
-    return Found(runs, times)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..common.metrics import Record
 from . import streams
-from .compare import Found, found_in
+from .compare import Found
 from .runs import Results, results_of
 from .settings import MEMORIES, METHODS, SAME, STREAMS
 from .train import Run
@@ -39,7 +40,19 @@ def to_time(stream: str, names: Iterable[str], results: Results) -> list[Run]:
 
 
 def published(stream: str, results: Results) -> Found:
-    """Return the runs with the present settings; the records may include earlier settings."""
-    names, phases = STREAMS[stream].methods, ("report", "time")
-    keys = [one.key for name in names for phase in phases for one in Run.wanted(stream, name, results, phase)]
-    return found_in((results.records[key] for key in keys if key in results), METHODS)
+    """Return the runs with the present settings; the records may include earlier settings.
+
+    Times are taken from runs that had the machine to themselves, if there are any; bytes from reported runs.
+    """
+
+    def done(name: str, phase: str) -> list[Record]:
+        keys = [run.key for run in Run.wanted(stream, name, results, phase)]
+        return [results.records[key] for key in keys if key in results]
+
+    names = [name for name in METHODS if name in STREAMS[stream].methods]
+    runs = {name: found for name in names if (found := done(name, "report"))}
+    times = {
+        name: [one | {"bytes": found[0]["bytes"]} for one in done(name, "time")] or found
+        for name, found in runs.items()
+    }
+    return Found(runs, times)

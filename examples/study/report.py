@@ -187,11 +187,9 @@ def over_streams(
     """
     known = [found.runs.keys() for found in streams.values()]
     shown = {head: pair for head, pair in pairs.items() if any(set(pair) <= names for names in known)}
+    rows = {title: [found.minus(*pair) for pair in shown.values()] for title, found in streams.items()}
     lines = [["Method" if turned else "Stream", "Seeds", *shown]]
-    for title, found in streams.items():
-        row = [found.minus(*pair) for pair in shown.values()]
-        if any(row):
-            lines.append([title, *_cells(row)])
+    lines += [[title, *_cells(row)] for title, row in rows.items() if any(row)]
     return _lines(f"{caption} {OVER_STREAMS}", lines, turned)
 
 
