@@ -28,7 +28,8 @@ class Recorder:
     its cosine with the gradient of that task is negative. The cosine of the gradient itself is measured, too,
     because the step of an adaptive optimizer has another direction.
 
-    After `watch` and `watch_keeper`, hooks of the optimizer measure every step.
+    After `watch` and `watch_keeper`, hooks of the optimizer measure every step. Test rows are evaluated once
+    at a step.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Recorder:
         loss: Callable[[nn.Module, Batch], Tensor],
         logits: Callable[[nn.Module, Batch], Tensor],
     ) -> None:
+        self.counts: dict[Any, int] = {}  # right answers, by the step, the task, and the part of its rows
         self.config, self.model, self.loss, self.logits = config, model, loss, logits
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.step, self.boundaries = 0, list(accumulate(steps))
@@ -163,15 +165,24 @@ class Recorder:
 
     def _add_point(self) -> None:
         if self._due(self.config.eval_interval):
-            accuracy = [self._right(few) / len(few["labels"]) for few, _ in self.test]
+            accuracy = [self._right(k, 0) / len(few["labels"]) for k, (few, _) in enumerate(self.test)]
             self.curve.append({"step": self.step, "accuracy": accuracy})
 
     def _accuracies(self) -> list[float]:
-        return [sum(map(self._right, task)) / sum(len(part["labels"]) for part in task) for task in self.test]
+        return [
+            (self._right(k, 0) + self._right(k, 1)) / (len(few["labels"]) + len(rest["labels"]))
+            for k, (few, rest) in enumerate(self.test)
+        ]
+
+    def _right(self, task: int, part: int) -> int:
+        """Return the number of right answers on the rows of the curves (0), or on the others (1)."""
+        at = self.step, task, part
+        if at not in self.counts:
+            self.counts[at] = self._count(self.test[task][part])
+        return self.counts[at]
 
     @torch.inference_mode()
-    def _right(self, examples: Batch) -> int:
-        """Return the number of right answers."""
+    def _count(self, examples: Batch) -> int:
         self.model.eval()
         found = [
             (self.logits(self.model, part).argmax(dim=1) == part["labels"]).sum()
