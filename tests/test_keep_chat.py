@@ -79,8 +79,6 @@ def test_tables_and_figures(finished):
 def test_committed_tables_follow_from_committed_runs(folder):
     place = Path(__file__).parents[1] / "docs/results/keep-chat" / folder
     found = list(report.Results(place / "runs.jsonl").records.values())
-    for one in found:
-        one["name"] = report.name_of(one)
     assert report.page(found) + "\n" == (place / "keep-chat.md").read_text()
 
 
@@ -123,7 +121,7 @@ def test_other_methods_and_abilities(finished, tmp_path):
 def test_other_contents_are_other_texts(finished, folder, tmp_path, monkeypatch):
     """Each has a folder of its own for results; prompts that occur twice are taken once."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "work", lambda *given: None)
+    monkeypatch.setattr("examples.common.results.work", lambda *given: None)
     monkeypatch.setattr(program.report, "publish", lambda *given: [])
     options = [*finished[1][:6], "--skills", "sequence", "--instructions", "tasks.jsonl"]
     task = "\n".join(

@@ -181,8 +181,8 @@ def test_tables_are_those_of_the_results():
 
 def test_the_first_picture_shows_the_recorded_drifts():
     pytest.importorskip("peft")
+    from examples.common.results import Results
     from examples.keep_chat import report
-    from examples.study.results import Results
 
     records = list(Results(DOCS / "results/keep-chat/runs.jsonl").records.values())
     shown = report.compared(records)

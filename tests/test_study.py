@@ -15,10 +15,11 @@ from rich.console import Console
 
 from examples.common.command import SetupError
 from examples.common.memory import Memory, choose
+from examples.common.results import Results
 from examples.study import __main__ as study
 from examples.study import plan, publish, settings, skill, streams, train
 from examples.study.learners import Setup
-from examples.study.results import Results, results_of
+from examples.study.runs import results_of
 from examples.study.settings import METHODS, STREAMS, TUNING_SEEDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,18 +172,19 @@ def test_tuning_of_each_method(tmp_path):
     results = Results(tmp_path / "runs.jsonl")
     score = lambda rate, knob: knob - abs(rate - 3e-4)  # noqa: E731
     for name in (name for name in STREAMS["agnews3"].methods if not METHODS[name].like):
-        while tuning := [run for run in plan.todo("agnews3", results, [name]) if run.phase == "tune"]:
+        while tuning := results.missing(train.Run.tune("agnews3", name, results)[0]):
+            assert set(tuning) <= set(train.Run.todo("agnews3", [name], results))
             assert {run.seed for run in tuning} == set(TUNING_SEEDS)
             for run in tuning:
                 metrics = {"average_accuracy": score(run.rate, run.knob)}
                 results.records[run.key] = {"key": run.key, "metrics": metrics}
-        tried = [(run.rate, run.knob) for run in plan.tune(train.Run, "agnews3", name, results)[0]]
+        tried = [(run.rate, run.knob) for run in train.Run.tune("agnews3", name, results)[0]]
         assert len(set(tried)) == 5
-        assert plan.chosen("agnews3", name, results) == max(tried, key=lambda point: score(*point))
+        assert train.Run.chosen("agnews3", name, results) == max(tried, key=lambda point: score(*point))
     # What agnews20 takes over was chosen with fewer tasks.
     committed = Results(FOLDER / "runs/agnews10.jsonl")
     for name, point in STREAMS["agnews20"].fixed.items():
-        assert point == plan.chosen("agnews10", name, committed)
+        assert point == train.Run.chosen("agnews10", name, committed)
 
 
 def test_results_come_back(tmp_path):
@@ -207,7 +209,7 @@ def test_results_come_back(tmp_path):
 
 def test_a_study_goes_on_and_mixes_no_data(tmp_path, monkeypatch):
     monkeypatch.setitem(STREAMS, "tiny", TINY)
-    monkeypatch.setattr(plan, "chosen", lambda *names: (0.05, 0.0))
+    monkeypatch.setattr(train.Run, "chosen", lambda *names: (0.05, 0.0))
     waited = []
 
     def work(waiting, keep, jobs, console):
@@ -215,7 +217,7 @@ def test_a_study_goes_on_and_mixes_no_data(tmp_path, monkeypatch):
         keep(waiting[0], {"wall_seconds": 0.0} | waiting[0]())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "work", work)
+    monkeypatch.setattr("examples.common.results.work", work)
     for _ in TINY.seeds:
         with pytest.raises(KeyboardInterrupt):
             plan.complete(["tiny"], ["plain"], tmp_path, 1, False, Console(quiet=True))

@@ -3,6 +3,8 @@
 Tables are compared, letter by letter, with the committed pages in test_study.py.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ import torch
 from scipy import stats
 
 import gemproj
-from examples.common import metrics
+from examples.common import metrics, tables
 from examples.study import mega
 from examples.study.gpm import SubspaceProjector, grow
 
@@ -41,9 +43,10 @@ def test_metrics_follow_their_definitions():
 
 def test_spread_and_guarantee():
     deviation = (((4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2) / 2) ** 0.5
-    found = metrics.mean_std([1.0, 2.0, 4.0])
-    assert found == {"mean": pytest.approx(7 / 3), "std": pytest.approx(deviation)}
-    assert metrics.mean_std([3.0]) == {"mean": 3.0, "std": None}
+    found = metrics.spread([1.0, None, 2.0, 4.0])
+    assert (found.mean, found.std, found.n) == (pytest.approx(7 / 3), pytest.approx(deviation), 3)
+    assert tables.plus_minus(metrics.spread([3.0]), 1, 1) == "3.0"
+    assert tables.plus_minus(metrics.spread([]), 1, 1) == "-"
     # The second is rounding, and no violation.
     assert metrics.guarantee([0.2, -1e-9, -0.3, -0.002]) == {"violated": 0.5, "worst_cosine": -0.3}
 
@@ -61,7 +64,7 @@ def test_spread_and_guarantee():
 def test_mega_against_its_definition(weights, loss, x):
     # The loss on the memory is 1.
     g, r = torch.tensor([-4.0, 2.0], dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
-    mega.balance([r], [g], (loss, 1.0), weights)
+    mega.Balanced.change(SimpleNamespace(weights=weights), [r], [g], (loss, 1.0))
     assert g.tolist() == pytest.approx(x, abs=1e-4)
 
 
@@ -106,11 +109,9 @@ def test_bases_grow_by_the_rule_of_the_paper(threshold, rng):
 def test_intervals_agree_with_scipy():
     a, b = np.random.default_rng(0).normal(size=(2, 10))
     expected = stats.ttest_rel(a, b).confidence_interval()
-    found = metrics.interval(a - b)
+    found = metrics.spread(a - b)
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((expected.low, expected.high))
     assert found.excludes_zero == (stats.ttest_rel(a, b).pvalue < 0.05)
     # One seed excludes nothing; equal values exclude zero if they are not zero.
-    found = [metrics.interval(values).excludes_zero for values in ([3.0], [0.0, 0.0], [3.0, 3.0])]
-    assert found == [False, False, True]
-    with pytest.raises(ValueError, match="must not be empty"):
-        metrics.interval([])
+    found = [metrics.spread(values).excludes_zero for values in ([], [3.0], [0.0, 0.0], [3.0, 3.0])]
+    assert found == [False, False, False, True]

@@ -9,8 +9,8 @@ pytest.importorskip("mnist1d", reason="needs the extra examples")
 
 import torch
 
+from examples.common.results import Results
 from examples.study import language, skill
-from examples.study.results import Results
 from examples.study.settings import SEEDS, TUNING_SEEDS
 from examples.study.skill import METHODS, RATES, SETTINGS, Run
 
@@ -65,7 +65,7 @@ def test_rate_and_knob_are_chosen_on_other_seeds_than_those_reported(tmp_path):
             loss = {"x": x, "y": 2.0, "reference": 1.0, "kl": 0.1, "before": 1.2}
             results.records[run.key] = run.record({"loss": loss, "seconds": 2.0})
     for name in METHODS:
-        assert skill.chosen("full", name, results) == (RATES[1], METHODS[name].grid[0])
+        assert Run.chosen("full", name, results) == (RATES[1], METHODS[name].grid[0])
     for phase, seeds in (("tune", TUNING_SEEDS), ("report", SEEDS)):
         assert {run.seed for run in runs if run.phase == phase} == set(seeds)
     assert "| KL held, tolerance 0.03 |" in skill.page(results)

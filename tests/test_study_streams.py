@@ -12,7 +12,7 @@ pytest.importorskip("mnist1d", reason="needs the extra examples")
 import torch
 
 from examples.common.command import SetupError
-from examples.lora_agnews import data, pretrain, small, stream
+from examples.lora_agnews import data, small, stream
 from examples.lora_agnews.config import MINI
 from examples.study.streams import KINDS, load, text
 
@@ -28,12 +28,13 @@ def options(tmp_path_factory):
     (cache / "train.csv").write_text("".join('"{}","{}","{}"\n'.format(*row) for row in rows), "utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("AGNEWS_DIR", str(cache))
         patch.setattr(text, "QUICK", MINI)
         yield {
             **dict.fromkeys(("permuted", "rotated"), SMALL),
             "split": SMALL | {"tasks": 5},
             "mnist1d": SMALL,
-            "agnews": {"tasks": 3, "data_folder": str(cache)},
+            "agnews": {"tasks": 3},
         }
 
 
@@ -41,7 +42,7 @@ def at_once(command, **_):
     """Pretrain in this process: that another one does it is tested with the experiment on AG News."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)
-        pretrain.pretrain(*map(Path, command[-2:]))
+        small.pretrain(*map(Path, command[-2:]))
     return SimpleNamespace(returncode=0)
 
 
@@ -81,19 +82,19 @@ def test_test_rows_are_unseen_and_a_seed_decides_everything(kind, options, one_t
 def test_malformed_data_are_named_with_their_line(content, message, tmp_path):
     (tmp_path / "train.csv").write_bytes(content)
     with pytest.raises(SetupError, match=rf"train.csv, {message}"):
-        load("agnews", 0, data_folder=str(tmp_path))
+        data.load(tmp_path)
 
 
 def test_the_corpus_as_published_or_generated(monkeypatch, tmp_path):
     """Without a hub the corpus is generated, without doubles, and the reason told."""
     content = '"3","Oil up","Prices rose, a ""lot"" \\$2"\n"1","Vote","In\\Iraq #39;s north"\n'
     (tmp_path / "train.csv").write_text(content)
-    articles = data.load(tmp_path, "--data", [1] * 4)
+    articles = data.load(tmp_path, [1] * 4)
     assert articles.texts == ('Oil up. Prices rose, a "lot" $2', "Vote. In Iraq's north")
     assert articles.labels == (2, 0)
     monkeypatch.setattr(data, "HUB_NAME", "gemproj-tests/not-in-any-cache")
     monkeypatch.delenv("AGNEWS_DIR", raising=False)
-    articles = data.load(None, "--data", [400, 300, 200, 100])
+    articles = data.load(None, [400, 300, 200, 100])
     assert "not available: HF_HUB_OFFLINE is set" in articles.reason
     assert len(set(articles.texts)) == 1_000
     assert [articles.labels.count(label) for label in range(4)] == [400, 300, 200, 100]

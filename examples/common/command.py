@@ -32,14 +32,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gemproj")
 
 
-def finishing(main: Callable[[Sequence[str] | None, Console], None]) -> Callable[..., int]:
-    """Make a command return its exit status: 0, 2 for a wrong setting or a file, or 130 after Ctrl-C."""
+def finishing(main: Callable[[Sequence[str] | None, Console], Iterable[Path]]) -> Callable[..., int]:
+    """Make a command print what it has written, and return its status: 0, 2 for an error, 130 for Ctrl-C."""
 
     @wraps(main)
     def finished(arguments: Sequence[str] | None = None) -> int:
         console = Console(highlight=False)
         try:
-            main(arguments, console)
+            for path in main(arguments, console):
+                console.print(f"[bold]written[/]   {path}")
         except (SetupError, OSError) as error:  # for example a folder that cannot be written to
             console.print(f"[red]error[/]     {escape(str(error))}")
             return 2

@@ -1,7 +1,7 @@
-"""The paper's metrics of the matrix of accuracies; other libraries define some of them differently.
+"""Numbers of runs: metrics of the paper, other measures, and means over the seeds.
 
-``R`` has shape (T + 1, T): ``R[j, i]`` is the accuracy on task i + 1 after learning j tasks. The first row
-holds the accuracies before training.
+The metrics are of a matrix R of accuracies with shape (T + 1, T); other libraries define some of them
+differently. ``R[j, i]`` is the accuracy on task i + 1 after learning j tasks; j = 0 is before training.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -53,48 +53,66 @@ def guarantee(cosines: Sequence[float]) -> dict[str, float] | None:
     return {"violated": float(np.mean(values < VIOLATED)), "worst_cosine": float(values.min())}
 
 
-def mean_std(values: Iterable[float]) -> dict[str, float | None]:
-    """Return mean and sample standard deviation (n - 1 in the denominator); None if it is undefined."""
-    array = np.fromiter(values, dtype=float)
-    return {
-        "mean": float(array.mean()) if len(array) else None,
-        "std": float(array.std(ddof=1)) if len(array) > 1 else None,
-    }
-
-
 @dataclass(frozen=True)
-class Interval:
-    """A mean over `n` seeds with its 95 % interval of Student's t: mean ± half, infinite for one seed."""
+class Spread:
+    """The mean of `n` values, and their sample standard deviation (n - 1); false if there are none."""
 
     mean: float
-    half: float
+    std: float  # nan for one value
     n: int
+
+    def __bool__(self) -> bool:
+        return self.n > 0
+
+    @property
+    def half(self) -> float:
+        """Half of the 95 % interval of Student's t around the mean; infinite for one value."""
+        return float(student.ppf(0.975, self.n - 1) * self.std / self.n**0.5) if self.n > 1 else np.inf
 
     @property
     def bar(self) -> float:
-        """Length of an error bar; 0 for one seed."""
-        return self.half if np.isfinite(self.half) else 0.0
+        """Length of an error bar that shows the interval; 0 for one value."""
+        return self.half if self.n > 1 else 0.0
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether zero lies outside."""
+        """Whether zero lies outside of the interval."""
         return abs(self.mean) > self.half
 
 
-def interval(values: Iterable[float]) -> Interval:
-    """Return mean and interval of a sample that is not empty."""
-    sample = list(values)
-    found = mean_std(sample)
-    if found["mean"] is None:
-        raise ValueError("values must not be empty: there is no mean of none")
-    n, std = len(sample), found["std"]
-    half = np.inf if std is None else student.ppf(0.975, n - 1) * std / n**0.5
-    return Interval(found["mean"], float(half), n)
+def spread(values: Iterable[float | None]) -> Spread:
+    """Return mean and deviation of the values that are not None."""
+    sample = np.array([value for value in values if value is not None], dtype=float)
+    n = len(sample)
+    return Spread(float(sample.mean()) if n else np.nan, float(sample.std(ddof=1)) if n > 1 else np.nan, n)
 
 
 def metric(name: str) -> Callable[[Record], float]:
     """Return the measure that reads one of the `METRICS`."""
     return lambda record: record["metrics"][name]
+
+
+def spent(part: str) -> Measure:
+    """Return the measure of the time of a part of a step; None if a method has no such part."""
+    return lambda record: record["seconds"]["per_step"][part] or None
+
+
+def whole_step(record: Record) -> float:
+    """Return the time of a whole step, the sum of its parts."""
+    return in_order(record["seconds"]["per_step"].values())
+
+
+def checked(what: str, number: str) -> Measure:
+    """Return the measure of a number of the guarantee; None if no step was probed."""
+    return lambda record: (record["guarantee"][what] or {}).get(number)
+
+
+def in_order(values: Iterable[float]) -> float:
+    """Return the sum with rounding after each term; `sum` has compensated for rounding since Python 3.12.
+
+    Accuracies are multiples of 0.05 %, so the last bit decides which of two digits a table shows.
+    """
+    return float(np.cumsum([*values])[-1])
 
 
 def grouped(
@@ -107,12 +125,11 @@ def grouped(
     return {value: groups[value] for value in order or groups if value in groups}
 
 
-def paired(runs: Iterable[Record], baseline: Iterable[Record], measure: Measure) -> Interval | None:
-    """Return the paired difference of runs to a baseline over their common seeds; None without any."""
+def paired(runs: Iterable[Record], baseline: Iterable[Record], measure: Measure) -> Spread:
+    """Return the paired difference of runs to a baseline over their common seeds."""
     there = {record["seed"]: measure(record) for record in baseline}
-    both = [(measure(record), there[record["seed"]]) for record in runs if record["seed"] in there]
-    differences = [a - b for a, b in both if a is not None and b is not None]
-    return interval(differences) if differences else None
+    both = [(measure(record), there.get(record["seed"])) for record in runs]
+    return spread(None if a is None or b is None else a - b for a, b in both)
 
 
 def _matrix(R: ArrayLike) -> NDArray[np.float64]:

@@ -2,17 +2,20 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from .command import SetupError
 from .metrics import Record
+from .workers import work
 
 
 class Results:
-    """The finished runs in a file.
+    """The finished runs in a file; a run has a unique `key`, and makes the `record` of its result.
 
     A line is either a record with a key, or the common facts of the records after it: versions, machine, and
     hashes of data and backbone. A last line without an end was cut off, because the process was killed or the
@@ -73,9 +76,12 @@ class Results:
         """Return the runs without a record, each once."""
         return [run for key, run in {run.key: run for run in runs}.items() if key not in self]
 
-    def keep(self, run: Any, result: Record) -> None:
-        """Append the record of a run that has finished, and what it says about the machine."""
-        self.add(run.record(result), result["about"])
+    def complete(self, title: str, runs: Sequence[Any], jobs: int, console: Console) -> None:
+        """Execute the runs without a record, `jobs` at a time, and append the record of each."""
+        waiting = self.missing(runs)
+        told = f"{len(waiting)} of {len(runs)} runs, {jobs} at a time, into {self.path.parent}"
+        console.print(f"[bold]{title:<9}[/] {told}")
+        work(waiting, lambda run, result: self.add(run.record(result), result["about"]), jobs, console)
 
 
 def rounded(value: Any) -> Any:

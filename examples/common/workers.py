@@ -1,9 +1,7 @@
 """Runs side by side in worker processes."""
 
-import importlib.metadata
 import multiprocessing
 import os
-import platform
 import signal
 import threading
 import time
@@ -14,16 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-# Read without importing the packages: an import takes seconds, and not all workers need one.
-VERSIONS = {name: importlib.metadata.version(name) for name in ("gemproj", "torch", "transformers", "peft")}
-
-
-def origin(hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the versions, hashes and machine that results depend on besides their settings."""
-    machine = {"machine": platform.processor() or platform.machine(), "system": platform.system()}
-    return {"versions": VERSIONS, "hashes": dict(hashes or {})} | machine
-
-
 # With glibc, a process keeps memory that was freed. To return it and get it anew is a tenth of a small step.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
@@ -33,7 +21,8 @@ def work(
 ) -> None:
     """Execute runs in worker processes; this process calls `keep` with each result as it arrives.
 
-    Ctrl-C and a failed run end the other runs at once.
+    A run has a `title`, and the format `brief` of what is shown of its result. Ctrl-C and a failed run end
+    the others at once.
     """
     if not runs:
         return
@@ -51,7 +40,7 @@ def work(
         for future in track(found, "runs", len(runs), console=console, disable=not console.is_terminal):
             run, result = futures[future], future.result()
             keep(run, result)
-            line = f"{run.title:<24} {result['wall_seconds']:5.0f} s, {run.brief(result)}"
+            line = f"{run.title:<24} {result['wall_seconds']:5.0f} s, {run.brief.format(**result)}"
             console.print(f"[green]finished[/]  {line}")
         pool.shutdown()
     except BaseException:

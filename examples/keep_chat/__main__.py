@@ -7,10 +7,13 @@ has seen. Finished runs are kept: after an interruption the same command continu
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from itertools import product
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,30 +21,23 @@ from rich.markup import escape
 
 from ..common import command
 from ..common.results import Results
-from ..common.workers import work
 from . import model as chat
 from . import report
-from .prepared import FORMS, load, named, prepare
+from .prepared import FORMS, Texts
 from .run import KINDS, WITHOUT_VALUE, Run
 
 ADAPTERS = ("lora", "osf", "all")
 SKILLS = ("news", "capitals", "sequence")
 OF_KEPT = ("text", "outputs", "promise", "auto", "trainer")
 LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
-GPU = (
-    "before plain plain@0.1 plain@0.3 plain@3 average:0.5 text:1 outputs:0.1 outputs:1 outputs:10 own:1 "
-    "promise:0.02 promise:0.05 promise:0.1 promise-own:0.05 promise:0.05@3 intruder osf "
-    "plain@0.1/all outputs:1@0.1/all promise:0.05@0.1/all"
-)
-LONG = "before plain outputs:1 promise:0.05 auto:0.05"
-MANY = "before plain outputs:1 " + " ".join(
-    f"promise:{tolerance}#{texts}" for texts in (32, 128, 512) for tolerance in (0.01, 0.05, 0.3)
-)
 METHODS = {
     "laptop": LAPTOP,
-    "long": LONG,
-    "many": MANY,
-    "gpu": GPU,
+    "long": "before plain outputs:1 promise:0.05 auto:0.05",
+    "many": "before plain outputs:1 "
+    + " ".join(f"promise:{tolerance}#{n}" for n in (32, 128, 512) for tolerance in (0.01, 0.05, 0.3)),
+    "gpu": "before plain plain@0.1 plain@0.3 plain@3 average:0.5 text:1 outputs:0.1 outputs:1 outputs:10 "
+    "own:1 promise:0.02 promise:0.05 promise:0.1 promise-own:0.05 promise:0.05@3 intruder osf "
+    "plain@0.1/all outputs:1@0.1/all promise:0.05@0.1/all",
     "tiny": f"{LAPTOP} auto:0.05*3 promise:0.05#4 trainer:0.05",
 }
 
@@ -71,83 +67,72 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def runs_of(
-    text: str, form: str, where: str, prepared: Path, skill: str, seed: int, device: str
-) -> list[Run]:
-    """Return the runs of a list of methods."""
-    runs = []
-    for word in text.split():
-        first, _, adapters = word.partition("/")
-        first, _, factor = first.partition("@")
-        first, _, texts = first.partition("#")
-        first, _, sets = first.partition("*")
-        kind, _, value = first.partition(":")
-        command.check_known("methods", [kind], KINDS)
-        trained = adapters or ("osf" if kind == "osf" else "lora")
-        command.check_known("adapters", [trained], ADAPTERS)
-        try:
-            numbers = float(value or 0), FORMS[form].rate * float(factor or 1)
-            kept, parts = int(texts or 0), int(sets or 1)
-        except ValueError:
-            raise command.SetupError(f"method {word!r}: VALUE, SETS, TEXTS and RATE are numbers") from None
-        least, most = 3 if kind == "trainer" else 1, FORMS[form].kept  # it holds a fifth out
-        for holds, rule in (
-            (bool(value) != (kind in WITHOUT_VALUE), f"{kind} takes {'no' if value else 'a'} value"),
-            (0 <= numbers[0] < inf, "VALUE is finite, and not negative"),
-            (0 < numbers[1] < inf, "RATE is positive and finite"),
-            (not kept or kind in OF_KEPT, f"TEXTS are for {', '.join(OF_KEPT)}"),
-            (not kept or least <= kept <= most, f"TEXTS are {least} to {most}"),
-            (parts == 1 or kind in ("promise", "auto"), "SETS are for promise and auto"),
-            (1 <= parts <= (kept or most), f"SETS are 1 to {kept or most}, as many as there are texts"),
-            (trained == "lora" or kind not in ("average", "intruder"), f"{kind} is for lora"),
-            (trained == "osf" or kind != "osf", "osf has adapters of its own"),
-        ):
-            if not holds:
-                raise command.SetupError(f"method {word!r}: {rule}")
-        if kind != "before" or not seed:  # the same for all seeds
-            runs.append(Run(form, where, prepared, skill, kind, *numbers, trained, seed, kept, parts, device))
-    return runs
+def method_of(word: str, form: str) -> dict[str, Any]:
+    """Return what KIND:VALUE*SETS#TEXTS@RATE/ADAPTERS sets of a run."""
+    parts = re.match("([^:*#@/]*)(:[^*#@/]*)?([*][^#@/]*)?(#[^@/]*)?(@[^/]*)?(/.*)?", word)
+    assert parts is not None  # an empty text matches, too
+    kind, given = parts[1], [(part or "")[1:] for part in parts.groups()[1:]]
+    command.check_known("methods", [kind], KINDS)
+    adapters = given[4] or ("osf" if kind == "osf" else "lora")
+    command.check_known("adapters", [adapters], ADAPTERS)
+    try:
+        value, sets, kept = float(given[0] or 0), int(given[1] or 1), int(given[2] or 0)
+        rate = FORMS[form].rate * float(given[3] or 1)
+    except ValueError:
+        raise command.SetupError(f"method {word!r}: VALUE, SETS, TEXTS and RATE are numbers") from None
+    least, most = 3 if kind == "trainer" else 1, FORMS[form].kept  # it holds a fifth out
+    for holds, rule in (
+        (bool(given[0]) != (kind in WITHOUT_VALUE), f"{kind} takes {'no' if given[0] else 'a'} value"),
+        (0 <= value < inf, "VALUE is finite, and not negative"),
+        (0 < rate < inf, "RATE is positive and finite"),
+        (not kept or kind in OF_KEPT, f"TEXTS are for {', '.join(OF_KEPT)}"),
+        (not kept or least <= kept <= most, f"TEXTS are {least} to {most}"),
+        (sets == 1 or kind in ("promise", "auto"), "SETS are for promise and auto"),
+        (1 <= sets <= (kept or most), f"SETS are 1 to {kept or most}, as many as there are texts"),
+        (adapters == "lora" or kind not in ("average", "intruder"), f"{kind} is for lora"),
+        (adapters == "osf" or kind != "osf", "osf has adapters of its own"),
+    ):
+        if not holds:
+            raise command.SetupError(f"method {word!r}: {rule}")
+    return dict(kind=kind, value=value, rate=rate, adapters=adapters, kept=kept, sets=sets)  # noqa: C408
 
 
 @command.finishing
-def main(arguments: Sequence[str] | None, console: Console) -> None:
+def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     """Execute the missing runs, then write tables and figures."""
     options = parser().parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options.form = options.form or ("gpu" if device == "cuda" else "laptop")
+    if options.report and options.out is None:
+        raise command.SetupError("--report needs --out FOLDER, which has results")
     if options.report:
-        if options.out is None:
-            raise command.SetupError("--report needs --out FOLDER, which has results")
         results = Results(options.out / "runs.jsonl")
     else:
         skills = [skill.strip() for skill in options.skills.split(",")]
         command.check_known("skills", skills, SKILLS)
         cache = options.cache or command.cache_folder()
         cache.mkdir(parents=True, exist_ok=True)
-        form, where = FORMS[options.form], chat.locate(options.model, cache)
-        sources = load(skills, vars(options))
-        if sources.news:
-            told = f"{sources.news.source} ({sources.news.reason})"
+        texts = Texts.read(options.form, chat.locate(options.model, cache), skills, vars(options))
+        if texts.news:
+            told = f"{texts.news.source} ({texts.news.reason})"
             console.print(f"[bold]news[/]      {escape(told)}")
-        file = named(form, where, skills, sources, cache)
-        text = options.methods or METHODS[options.form]
+        file = texts.file(cache)
+        words = (options.methods or METHODS[options.form]).split()
+        methods = [method_of(word, options.form) for word in words]
         wanted = [
-            run
-            for seed in range(options.seeds)
-            for skill in skills
-            for run in runs_of(text, options.form, where, file, skill, seed, device)
+            Run(options.form, texts.model, file, skill, seed=seed, device=device, **method)
+            for seed, skill, method in product(range(options.seeds), skills, methods)
+            if method["kind"] != "before" or not seed  # the same for all seeds
         ]
         options.out = options.out or Path("runs", "keep_chat", file.stem)
         results = Results(options.out / "runs.jsonl")
         results.check({"texts": file.stem})
         if not file.is_file():
             console.print("The model writes conversations, and texts are encoded: minutes, only this time.")
-        prepare(form, where, skills, sources, device, file)
-        waiting = results.missing(wanted)
-        console.print(f"[bold]keep_chat[/]  {len(waiting)} of {len(wanted)} runs, into {options.out}")
-        work(waiting, results.keep, options.jobs or (1 if device == "cuda" else command.cores()), console)
-    for path in report.publish(results, options.out, console):
-        console.print(f"[bold]written[/]   {path}")
+            texts.prepare(device, file)
+        jobs = options.jobs or (1 if device == "cuda" else command.cores())
+        results.complete("keep_chat", wanted, jobs, console)
+    return report.publish(results, options.out, console)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,8 +13,8 @@ from gemproj.torch import write_references
 from gemproj.torch.data import moved
 from gemproj.torch.losses import Distillation
 
+from ..common.origin import digest
 from ..lora_agnews import data
-from ..study import digest
 from . import model as chat
 from .model import Example, collate
 from .texts import QUESTION, TASK, Chat, Skill, lines_of
@@ -71,70 +71,73 @@ def read(file: Path) -> Prepared:
     return Prepared(**torch.load(file, weights_only=False))
 
 
-class Sources(NamedTuple):
-    """What comes from elsewhere: articles, and the lines of two files."""
+@dataclass(frozen=True)
+class Texts:
+    """What all texts are made of: a form, a chat model, articles, and the lines of two files."""
 
+    form: str
+    model: str
+    skills: Sequence[str]
     news: data.Articles | None
     instructions: list[dict[str, Any]]
     abilities: list[dict[str, Any]]
 
+    @classmethod
+    def read(cls, form: str, model: str, skills: Sequence[str], files: Mapping[str, Path | None]) -> "Texts":
+        """Read what the skills need, and "abilities"; `files` names the folder "data", and two files."""
+        news = data.load(files["data"]) if "news" in skills else None
+        tasks = lines_of(files["instructions"], "--instructions", TASK) if "sequence" in skills else []
+        questions = lines_of(files["abilities"], "--abilities", QUESTION) if files["abilities"] else []
+        return cls(form, model, skills, news, tasks, questions)
 
-def load(skills: Sequence[str], files: Mapping[str, Path | None]) -> Sources:
-    """Read what the skills need, and "abilities"; `files` names the folder "data", and two files."""
-    return Sources(
-        data.load(files["data"], "--data") if "news" in skills else None,
-        lines_of(files["instructions"], "--instructions", TASK) if "sequence" in skills else [],
-        lines_of(files["abilities"], "--abilities", QUESTION) if files["abilities"] else [],
-    )
+    def file(self, cache: Path) -> Path:
+        """Return the file of all texts, which may not exist; its name is a hash of all that decides them."""
+        news = (self.news.texts, self.news.labels) if self.news else ()
+        how = asdict(FORMS[self.form]), self.model, self.skills
+        return cache / f"keep-chat-{digest([*how, news, self.instructions, self.abilities])}.pt"
 
+    def prepare(self, device: str, file: Path) -> None:
+        """Write and encode all texts."""
+        form = FORMS[self.form]
+        model, tokenizer = chat.load(self.model, device)
+        writer, learned, layers = Chat(tokenizer, form.longest), form.steps * form.batch, form.layers
+        cut = chat.upper(model, layers) if layers else model
 
-def named(form: Form, where: str, skills: Sequence[str], sources: Sources, cache: Path) -> Path:
-    """Return the file of all texts, which may not exist; its name is a hash of all that decides them."""
-    news = (sources.news.texts, sources.news.labels) if sources.news else ()
-    return cache / f"keep-chat-{digest.of_values([asdict(form), where, skills, news, *sources[1:]])}.pt"
+        def encoded(examples: list[Example]) -> list[Example]:
+            return chat.below(model, layers, examples) if layers else examples
 
+        def of_pairs(pairs: list[tuple[str, str]]) -> list[Example]:
+            return encoded([writer.answered(*pair) for pair in pairs])
 
-def prepare(form: Form, where: str, skills: Sequence[str], sources: Sources, device: str, file: Path) -> None:
-    """Write and encode all texts, unless the file holds them."""
-    if file.is_file():
-        return
-    model, tokenizer = chat.load(where, device)
-    writer, learned, layers = Chat(tokenizer, form.longest), form.steps * form.batch, form.layers
-    cut = chat.upper(model, layers) if layers else model
-
-    def encoded(examples: list[Example]) -> list[Example]:
-        return chat.below(model, layers, examples) if layers else examples
-
-    def of_pairs(pairs: list[tuple[str, str]]) -> list[Example]:
-        return encoded([writer.answered(*pair) for pair in pairs])
-
-    # What has been read may be too little: that is found before texts are written.
-    found: dict[str, Skill] = {}
-    if sources.news:
-        found["news"] = writer.news(sources.news, learned, form.tests, form.characters)
-    if sources.instructions:
-        found["sequence"] = writer.sequence(sources.instructions, learned, form.tests)
-    questions = writer.questions(sources.abilities)
-    n, own = form.kept + form.apart, form.own * ("capitals" in skills)
-    written = write_references(model, tokenizer, n + own, tokens=form.words, batch=64, cache=file.parent)
-    random.Random(0).shuffle(written)
-    tokens = [torch.tensor(one["input_ids"]) for one in written]
-    if own:
-        pairs = [pair for one in tokens[n:] if (pair := writer.parted(one[: form.longest].tolist()))]
-        found["capitals"] = writer.capitals(pairs, len(pairs) // 4)
-    references = [dict.fromkeys(("input_ids", "labels"), one[: form.reference]) for one in tokens[:n]]
-    if layers:
-        chat.check_upper(model, cut, layers, references[0])
-    kept = encoded(references)
-    content = Prepared(
-        kept=kept[: form.kept],
-        apart=kept[form.kept :],
-        said=[MEASURED.outputs(cut, moved(collate([one]), device))[0] for one in kept[form.kept :]],
-        train={name: of_pairs(skill.train) for name, skill in found.items()},
-        test={name: of_pairs(skill.test) for name, skill in found.items()},
-        labels={name: [writer.tokens(label)[0] for label in skill.labels] for name, skill in found.items()},
-        questions=[(task, of_pairs(pairs)) for task, pairs in questions],
-    )
-    draft = file.with_suffix(".draft")
-    torch.save(vars(content), draft)
-    draft.replace(file)
+        # What has been read may be too little: that is found before texts are written.
+        found: dict[str, Skill] = {}
+        if self.news:
+            found["news"] = writer.news(self.news, learned, form.tests, form.characters)
+        if self.instructions:
+            found["sequence"] = writer.sequence(self.instructions, learned, form.tests)
+        questions = writer.questions(self.abilities)
+        n, own = form.kept + form.apart, form.own * ("capitals" in self.skills)
+        written = write_references(model, tokenizer, n + own, tokens=form.words, batch=64, cache=file.parent)
+        random.Random(0).shuffle(written)
+        tokens = [torch.tensor(one["input_ids"]) for one in written]
+        if own:
+            pairs = [pair for one in tokens[n:] if (pair := writer.parted(one[: form.longest].tolist()))]
+            found["capitals"] = writer.capitals(pairs, len(pairs) // 4)
+        references = [dict.fromkeys(("input_ids", "labels"), one[: form.reference]) for one in tokens[:n]]
+        if layers:
+            chat.check_upper(model, cut, layers, references[0])
+        kept = encoded(references)
+        content = Prepared(
+            kept=kept[: form.kept],
+            apart=kept[form.kept :],
+            said=[MEASURED.outputs(cut, moved(collate([one]), device))[0] for one in kept[form.kept :]],
+            train={name: of_pairs(skill.train) for name, skill in found.items()},
+            test={name: of_pairs(skill.test) for name, skill in found.items()},
+            labels={
+                name: [writer.tokens(label)[0] for label in skill.labels] for name, skill in found.items()
+            },
+            questions=[(task, of_pairs(pairs)) for task, pairs in questions],
+        )
+        draft = file.with_suffix(".draft")
+        torch.save(vars(content), draft)
+        draft.replace(file)

@@ -1,6 +1,6 @@
 """Tables and figures of the finished runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -12,9 +12,9 @@ from rich.console import Console
 from ..common import colours
 from ..common.command import SetupError
 from ..common.drawing import INK, dark, plt, save
-from ..common.metrics import Record, grouped, interval
+from ..common.metrics import Measure, Record, grouped
 from ..common.results import Results
-from ..common.tables import markdown_table, plus_minus
+from ..common.tables import markdown_table, mean_of, table
 from .run import KINDS, method
 
 GATES = (0.02, 0.05, 0.1)
@@ -35,14 +35,12 @@ def publish(results: Results, folder: Path, console: Console) -> list[Path]:
     records = list(results.records.values())
     if not records:
         raise SetupError(f"{results.path} has no finished runs")
-    for record in records:
-        record["name"] = name_of(record)
     text = page(records)
     console.print(text, markup=False, soft_wrap=True)
     written = [folder / "keep-chat.md"]
     written[0].write_text(text + "\n", encoding="utf-8")
     shown = compared(records)
-    if any(record["kind"] == "promise" for record in shown):
+    if any(record["kind"] == "promise" for record in usual_rate(shown)):
         for drawing, some in ((asked, usual_rate(shown)), (front, shown)):
             path = save(folder / f"{drawing.__name__}-light.svg", drawing, some, **LOOK)
             written += [path, dark(path)]
@@ -73,24 +71,16 @@ def page(records: Sequence[Record]) -> str:
         parts.append(
             f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
             f"{seeds} seed{each}. The 95 % interval over a run's conversations is ± {share} of the "
-            f"divergence, on average.\n\n{table(runs)}"
+            f"divergence, on average.\n\n{losses(runs)}"
         )
     return "\n\n".join([*parts, gates(usual_rate(compared(records))), ranges(usual_rate(records))])
 
 
-def _cell(runs: Sequence[Record], measure: Callable[[Record], float | None], digits: int) -> str:
-    values = [value for run in runs if (value := measure(run)) is not None]
-    if not values:
-        return "-"
-    found = interval(values)
-    return plus_minus({"mean": found.mean, "std": found.half if len(values) > 1 else None}, 1, digits)
-
-
-def table(runs: Sequence[Record]) -> str:
+def losses(runs: Sequence[Record]) -> str:
     """Return the table of a skill: means over the seeds with their 95 % intervals."""
     plain = [run["step"] for run in usual_rate(runs) if (run["kind"], run["adapters"]) == ("plain", "lora")]
     base = mean(plain) if plain else None
-    columns: dict[str, tuple[Callable[[Record], float | None], int]] = {
+    measures: dict[str, tuple[Measure, int]] = {
         "New skill: loss": (lambda run: run["new"], 3),
         "Right, %": (lambda run: None if "accuracy" not in run else 100 * run["accuracy"], 1),
         "Divergence held out": (lambda run: run["held_out"], 4),
@@ -104,48 +94,49 @@ def table(runs: Sequence[Record]) -> str:
         ),
     }
     rows = []
-    by = grouped(lambda run: (run["name"], run["rate"], run["adapters"]), runs)
+    by = grouped(lambda run: (name_of(run), run["rate"], run["adapters"]), runs)
     for (name, rate, _), found in by.items():
-        label = name if usual_rate(found) else f"{name}, rate {rate:g}"
-        rows.append([label, *(_cell(found, *column) for column in columns.values())])
-    used = [k for k in range(len(columns)) if any(row[k + 1] != "-" for row in rows)]
-    head = ["Method", *(list(columns)[k] for k in used)]
-    return markdown_table(head, [[row[0], *(row[k + 1] for k in used)] for row in rows])
+        rows.append((name if usual_rate(found) else f"{name}, rate {rate:g}", found))
+    return table(
+        rows,
+        {
+            head: mean_of(measure, 1, decimals, "half")
+            for head, (measure, decimals) in measures.items()
+            if any(measure(run) is not None for run in runs)
+        },
+    )
 
 
 def gates(records: Sequence[Record]) -> str:
     """Return how many first runs pass a gate on the divergence, one run for each skill and seed."""
-    first = [run for run in records if run["adapters"] == "lora"]
-    methods: dict[str, tuple[str, float | None]] = {
-        method(*setting): setting for setting in USUAL.items()
-    } | {"Promise, tolerance as the gate": ("promise", None)}
-    rows = []
-    for name, (kind, value) in methods.items():
-        cells = []
-        for gate in GATES:
-            setting = kind, gate if value is None else value
-            runs = [run for run in first if (run["kind"], run["value"]) == setting]
-            passed = [run for run in runs if run["held_out"] <= gate]
-            near = [run for run in runs if run["held_out"] <= 1.1 * gate]
-            cells.append(f"{len(passed)} ({len(near)}) of {len(runs)}" if runs else "-")
-        if any(cell != "-" for cell in cells):
-            rows.append([name, *cells])
+    usual: dict[str, tuple[str, float | None]] = {method(*setting): setting for setting in USUAL.items()}
+
+    def passed(kind: str, value: float | None, gate: float) -> str:
+        setting = kind, gate if value is None else value, "lora"
+        runs = [run for run in records if (run["kind"], run["value"], run["adapters"]) == setting]
+        below, near = (sum(run["held_out"] <= most for run in runs) for most in (gate, 1.1 * gate))
+        return f"{below} ({near}) of {len(runs)}" if runs else "-"
+
+    usual["Promise, tolerance as the gate"] = "promise", None
+    rows = [[name, *(passed(*setting, gate) for gate in GATES)] for name, setting in usual.items()]
     head = ["First run at the usual setting", *(f"at most {gate:g}" for gate in GATES)]
     note = "Runs whose divergence held out passes the gate; in brackets, within a tenth of it."
-    return f"{note}\n\n{markdown_table(head, rows)}"
+    return f"{note}\n\n{markdown_table(head, [row for row in rows if {*row[1:]} != {'-'}])}"
 
 
 def ranges(records: Sequence[Record]) -> str:
     """Return the least and the largest divergence of each method, over all skills, seeds and forms."""
+
+    def span(runs: Sequence[Record], digits: int, unit: float = 1.0) -> str:
+        found = [run["held_out"] / unit for run in runs]
+        return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
+
+    def over(runs: Sequence[Record]) -> str:
+        return span(runs, 2, runs[0]["value"]) if runs[0]["kind"] == "promise" else "-"
+
     runs = [run for run in records if run["adapters"] == "lora" and run["kind"] in ("outputs", "promise")]
-    rows = []
-    for name, some in grouped("name", runs).items():
-        found = [run["held_out"] for run in some]
-        asked = some[0]["value"] if some[0]["kind"] == "promise" else float("nan")
-        over = "-" if asked != asked else f"{min(found) / asked:.2f} to {max(found) / asked:.2f}"
-        rows.append([name, str(len(some)), f"{min(found):.4f} to {max(found):.4f}", over])
-    head = ["All runs", "Number", "Divergence held out", "Over what was asked"]
-    return markdown_table(head, rows)
+    columns = {"Number": lambda runs: str(len(runs)), "Divergence held out": lambda runs: span(runs, 4)}
+    return table(grouped(name_of, runs).items(), columns | {"Over what was asked": over}, "All runs")
 
 
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -164,18 +155,16 @@ def asked(records: Sequence[Record]) -> Figure:
     found = [run["value"] for run in records if run["kind"] == "promise"]
     low, high = 0.75 * min(found), 1.5 * max(found)
     left.plot([low, high], [low, high], color=INK, linewidth=1, linestyle="--")
-    skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
+    skills = grouped("skill", records, MARKS)
     for (k, skill), kind in product(enumerate(skills), ("promise", "outputs", "plain")):
-        runs = [run for run in records if run["skill"] == skill and run["kind"] == kind]
-        shift = 1 + 0.12 * (k - (len(skills) - 1) / 2)
+        runs = [run for run in skills[skill] if run["kind"] == kind]
+        shift = 0.12 * (k - (len(skills) - 1) / 2)
+        place = (kind == "outputs") + 2 * shift
+        at = [run["value"] * (1 + shift) if kind == "promise" else place for run in runs]
         look: dict[str, Any] = {"marker": MARKS[skill], "linestyle": "none", "markersize": 6, "alpha": 0.8}
-        if kind == "promise":
-            at = [run["value"] * shift for run in runs]
-            left.plot(at, [run["held_out"] for run in runs], color=colours.GEM, label=TITLES[skill], **look)
-        else:
-            colour = colours.REPLAY_OF_OUTPUTS if kind == "outputs" else colours.FINE_TUNING
-            place = [(0 if kind == "plain" else 1) + 2 * (shift - 1)] * len(runs)
-            right.plot(place, [run["held_out"] for run in runs], color=colour, **look)
+        axes = left if kind == "promise" else right
+        drift = [run["held_out"] for run in runs]
+        axes.plot(at, drift, color=PALETTE[kind], label=TITLES[skill], **look)
     ticks = sorted({run["value"] for run in records if run["kind"] == "promise"})
     left.set(xscale="log", yscale="log", xlabel="Tolerance asked for, nats per token")
     left.set_ylabel("Divergence found,\nnats per token")
@@ -193,18 +182,18 @@ def asked(records: Sequence[Record]) -> Figure:
 
 def front(records: Sequence[Record]) -> Figure:
     """Return a figure: the loss on the new skill over the divergence on unseen texts, means of the seeds."""
-    skills = [skill for skill in MARKS if any(record["skill"] == skill for record in records)]
+    skills = grouped("skill", records, MARKS)
     lines = -(-len(skills) // 2)  # of two panels, so that labels can be read on a phone
     figure, axes = plt.subplots(lines, 2, figsize=(5.4, 0.7 + 2.6 * lines), squeeze=False)
     for ax in axes.flat[len(skills) :]:
         ax.set_axis_off()
-    for skill, ax in zip(skills, axes.flat, strict=False):
-        runs = [run for run in records if run["skill"] == skill and run["kind"] in PALETTE]
-        for (kind, _), found in grouped(lambda run: (run["kind"], run["adapters"]), runs).items():
+    for (skill, runs), ax in zip(skills.items(), axes.flat, strict=False):
+        shown = [run for run in runs if run["kind"] in PALETTE]
+        for (kind, _), found in grouped(lambda run: (run["kind"], run["adapters"]), shown).items():
             look: dict[str, Any] = {"marker": "o", "color": PALETTE[kind]}
             points = sorted(
                 (mean(run["held_out"] for run in some), mean(run["new"] for run in some), some[0]["value"])
-                for some in grouped(lambda run: (run["name"], run["rate"]), found).values()
+                for some in grouped(lambda run: (name_of(run), run["rate"]), found).values()
             )
             ax.plot(*list(zip(*points, strict=True))[:2], label=KINDS[kind], **look)
             for x, y, value in points:

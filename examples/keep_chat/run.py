@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
@@ -20,9 +20,9 @@ from gemproj.torch import Keeper, Promise
 from gemproj.torch.data import PerExample, moved
 from gemproj.torch.losses import model_logits
 
-from ..common.metrics import interval
+from ..common.metrics import spread
+from ..common.origin import origin
 from ..common.results import rounded
-from ..common.workers import origin
 from .model import Example, adapted, answer_losses, collate, load, upper
 from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, read
 
@@ -66,16 +66,13 @@ class Run:
     kept: int = 0  # texts that the method may use; 0 for all
     sets: int = 1  # in which they are kept, each with a promise
     device: str = "cpu"
-
-    @property
-    def method(self) -> str:
-        """Name of the method with its value."""
-        return method(self.kind, self.value, self.kept, self.sets)
+    brief: ClassVar[str] = "new {new:.3f}, divergence held out {held_out:.4f}"
 
     @property
     def title(self) -> str:
         """Name on the screen."""
-        return f"{self.skill}, {self.method}, rate {self.rate:g}, {self.adapters}, seed {self.seed}"
+        name = method(self.kind, self.value, self.kept, self.sets)
+        return f"{self.skill}, {name}, rate {self.rate:g}, {self.adapters}, seed {self.seed}"
 
     @property
     def key(self) -> str:
@@ -83,11 +80,6 @@ class Run:
         named = (self.form, self.skill, self.kind, f"{self.value:g}", f"{self.rate:g}", self.adapters)
         texts = (f"-kept{self.kept}" if self.kept else "") + (f"-sets{self.sets}" if self.sets > 1 else "")
         return "-".join(named) + f"{texts}-seed{self.seed}"
-
-    @staticmethod
-    def brief(result: dict[str, Any]) -> str:
-        """Summarize a result in a few words."""
-        return f"new {result['new']:.3f}, divergence held out {result['held_out']:.4f}"
 
     def record(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a result."""
@@ -109,7 +101,7 @@ class Run:
             from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
 
             reduce_intruder_dimension(model, logging_sink=None)
-        about = origin({"texts": self.prepared.stem})  # of this model
+        about = origin(texts=self.prepared.stem)  # of this model
         return found | measured(model, data, self.skill) | {"about": about}
 
 
@@ -134,7 +126,7 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
         optimizer, lambda step: min((step + 1) / (0.1 * form.steps), 1 - step / form.steps)
     )
     examples = data.train[run.skill]
-    order = drawn(len(examples), form.batch, run.seed, shuffled=run.skill != "sequence")
+    batches = drawn(examples, form.batch, run.seed, shuffled=run.skill != "sequence")
     start, losses = time.perf_counter(), []
     keeper, added = None, None
     kept = data.kept[: run.kept or None]
@@ -150,7 +142,7 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     model.train()
     for _ in range(form.steps):
         optimizer.zero_grad()
-        batch = moved(collate([examples[i] for i in next(order)]), run.device)
+        batch = together(next(batches), run.device)
         loss = answer_loss(model, batch)
         losses.append(float(loss.detach()))
         if added is not None:
@@ -230,19 +222,15 @@ def penalty(
     if run.kind == "own":
         before = fresh(run.model, form.layers, run.device)
         return lambda batch: OUTPUTS(model, batch, OUTPUTS.outputs(before, batch)).mean()
-    order = drawn(len(kept), form.drawn, run.seed)
-
-    def texts(_: dict[str, Tensor]) -> Tensor:
-        return answer_loss(model, moved(collate([kept[i] for i in next(order)]), run.device))
-
     if run.kind == "text":
-        return texts
-    stored = [OUTPUTS.outputs(model, moved(collate([one]), run.device))[0] for one in kept]
+        batches = drawn(kept, form.drawn, run.seed)
+        return lambda _: answer_loss(model, together(next(batches), run.device))
+    stored = [(one, OUTPUTS.outputs(model, together([one], run.device))[0]) for one in kept]
+    pairs = drawn(stored, form.drawn, run.seed)
 
     def outputs(_: dict[str, Tensor]) -> Tensor:
-        at = next(order)
-        batch = moved(collate([kept[i] for i in at]), run.device)
-        return OUTPUTS(model, batch, PerExample(stored[i] for i in at)).mean()
+        examples, said = zip(*next(pairs), strict=True)
+        return OUTPUTS(model, together(examples, run.device), PerExample(said)).mean()
 
     return outputs
 
@@ -256,41 +244,51 @@ def scale(model: Any, share: float) -> None:
             module.scaling = {name: share * value for name, value in module.scaling.items()}
 
 
-def drawn(n: int, size: int, seed: int, shuffled: bool = True) -> Iterator[list[int]]:
-    """Yield indices, `size` at a time; nothing is drawn again before all have been drawn."""
-    draw = random.Random(seed)
+def drawn(examples: Sequence[Any], size: int, seed: int, shuffled: bool = True) -> Iterator[list[Any]]:
+    """Yield examples, `size` at a time; nothing is drawn again before all have been drawn."""
+    draw, n = random.Random(seed), len(examples)
 
-    def endless() -> Iterator[int]:
+    def endless() -> Iterator[Any]:
         while True:
-            yield from draw.sample(range(n), n) if shuffled else range(n)
+            yield from draw.sample(examples, n) if shuffled else examples
 
-    numbers = endless()
+    one_by_one = endless()
     while True:
-        yield list(itertools.islice(numbers, size))
+        yield list(itertools.islice(one_by_one, size))
+
+
+def together(examples: Sequence[Example], device: str) -> dict[str, Tensor]:
+    """Return a batch of examples on a device."""
+    return moved(collate(examples), device)
+
+
+def in_batches(examples: Sequence[Example], device: str, size: int = 16) -> Iterator[dict[str, Tensor]]:
+    """Yield all examples in their order."""
+    for start in range(0, len(examples), size):
+        yield together(examples[start : start + size], device)
 
 
 @torch.inference_mode()
-def measured(model: Any, data: Prepared, skill: str, size: int = 16) -> dict[str, Any]:
+def measured(model: Any, data: Prepared, skill: str) -> dict[str, Any]:
     """Return loss and accuracy of the skill, the divergence on unseen texts, and answers that are right."""
     model.eval()
     device = model.device
     total = count = right = 0.0
-    tests, first = data.test[skill], torch.tensor(data.labels.get(skill, []))
-    for start in range(0, len(tests), size):
-        batch = moved(collate(tests[start : start + size]), device)
+    tests, first = data.test[skill], torch.tensor(data.labels.get(skill, []), device=device)
+    for batch in in_batches(tests, device):
         values, counts = answer_losses(model, batch)
         total, count = total + float(values.sum()), count + int(counts.sum())
         if len(first):
-            right += _right(model, batch, first.to(device))
-    apart: list[float] = []
-    for start in range(0, len(data.apart), size):
-        batch = moved(collate(data.apart[start : start + size]), device)
-        apart += MEASURED(model, batch, PerExample(data.said[start : start + size])).tolist()
-    spread = interval(apart)
-    found: dict[str, Any] = {"new": total / count, "held_out": spread.mean, "half": spread.half}
+            right += _right(model, batch, first)
+    apart, said = [], iter(data.said)
+    for batch in in_batches(data.apart, device):
+        stored = PerExample(itertools.islice(said, len(batch["labels"])))
+        apart += MEASURED(model, batch, stored).tolist()
+    drift = spread(apart)
+    found: dict[str, Any] = {"new": total / count, "held_out": drift.mean, "half": drift.half}
     if len(first):
         found["accuracy"] = right / len(tests)
-    return found | {"abilities": abilities(model, data, size)}
+    return found | {"abilities": abilities(model, data)}
 
 
 def _right(model: Any, batch: dict[str, Tensor], first: Tensor) -> int:
@@ -301,18 +299,10 @@ def _right(model: Any, batch: dict[str, Tensor], first: Tensor) -> int:
 
 
 @torch.inference_mode()
-def abilities(model: Any, data: Prepared, size: int = 16) -> dict[str, float]:
+def abilities(model: Any, data: Prepared) -> dict[str, float]:
     """Return, by task, the share of questions whose right answer is the likeliest, per token."""
-    flat = [(k, *one) for k, (_, answers) in enumerate(data.questions) for one in enumerate(answers)]
-    flat.sort(key=lambda one: len(one[2]["labels"]))
-    scores: dict[int, dict[int, float]] = {}
-    for start in range(0, len(flat), size):
-        some = flat[start : start + size]
-        values, counts = answer_losses(model, moved(collate([one for *_, one in some]), model.device))
-        means = (values.sum(1) / counts.sum(1)).tolist()
-        for (k, place, _), value in zip(some, means, strict=True):
-            scores.setdefault(k, {})[place] = value
     found: dict[str, list[bool]] = {}
-    for k, (task, _) in enumerate(data.questions):
-        found.setdefault(task, []).append(min(scores[k], key=scores[k].__getitem__) == 0)
+    for task, answers in data.questions:
+        values, counts = answer_losses(model, together(answers, model.device))
+        found.setdefault(task, []).append(int((values.sum(1) / counts.sum(1)).argmin()) == 0)
     return {task: mean(answers) for task, answers in found.items()}

@@ -5,16 +5,22 @@ accuracy, the cost of its projection, and whether its steps kept GEM's promise. 
 an interruption the same command continues where it stopped.
 """
 
+import json
+import platform
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
+from rich.markup import escape
 
 from ..common import command
+from ..common.origin import VERSIONS
+from ..common.results import Results
 from . import data, stream
 from .config import METHODS, PRESETS, Config
 
@@ -61,8 +67,8 @@ def _reader(default: Any) -> Any:
     return values
 
 
-def run(arguments: Sequence[str] | None, console: Console) -> None:
-    """Run the experiment."""
+def run(arguments: Sequence[str] | None, console: Console) -> list[Path]:
+    """Do the missing runs, write tables, figures and ``results.json``, and return their paths."""
     given = vars(parser().parse_args(arguments))
     settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
     if settings.get("methods") == ("all",):
@@ -72,15 +78,61 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
     if given["draw"]:
         from . import figures, report
 
-        found, summary = report.summarized(out)
-        figures.draw(found["runs"], {"": summary}, out)
-        return
+        return figures.draw(report.read(out)["runs"], out)
     per_class = [sum(column) for column in zip(*stream.rows_needed(config), strict=True)]
-    articles = data.load(given["data"], "--data", per_class)
+    articles = data.load(given["data"], per_class)
 
-    from . import experiment  # torch and transformers take seconds to import; --help should not wait
+    # These take seconds to import; --help should not wait.
+    import torch
 
-    experiment.run(config, articles, given["cache"] or command.cache_folder(), out, given["jobs"], console)
+    from . import backbone, figures, report, small, train
+
+    config = replace(config, device=usable(config.device))
+    out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, the experiment ends here
+    console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
+    experiences = stream.build(articles.texts, articles.labels, config)
+    for k, experience in enumerate(experiences):
+        sizes = f"{len(experience.train.texts):,} train and {len(experience.test.texts):,} test rows"
+        console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
+
+    folder = small.backbone_folder(config, experiences, given["cache"] or command.cache_folder(), console)
+    stage = experiences, folder
+    runs = [train.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
+    results = Results(out / "runs.jsonl")
+    jobs = given["jobs"] or (command.cores() if config.device == "cpu" else 1)
+    results.complete("runs", runs, jobs, console)
+    records = [results.records[run.key] for run in runs]
+
+    machine = {"python": platform.python_version(), "system": platform.system(), "cpu": platform.machine()}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    about = {
+        "config": asdict(config) | {"backbone": Path(config.backbone).name},
+        "data": articles.source,
+        "parameters": backbone.trained(folder),
+        "environment": VERSIONS | machine,
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]
+    lines.append('"runs": [\n' + ",\n".join(map(json.dumps, records)) + "\n]")  # a line for each
+    (out / "results.json").write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
+    tables = report.markdown(records)
+    (out / "table.md").write_text(tables, encoding="utf-8")
+    console.print()
+    console.print(Markdown(tables))
+    return [out / "results.json", out / "table.md", *figures.draw(records, out)]
+
+
+def usable(name: str) -> str:
+    """Return the name of an available device; "auto" means a GPU if there is one."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise command.SetupError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return name
 
 
 main = command.finishing(run)

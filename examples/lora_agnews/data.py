@@ -38,13 +38,13 @@ class Articles:
     reason: str
 
 
-def load(folder: Path | None, option: str, rows_per_class: Sequence[int] | None = None) -> Articles:
+def load(folder: Path | None = None, rows_per_class: Sequence[int] | None = None) -> Articles:
     """Return the articles of the first available source; if a folder is named, only that folder is tried.
 
-    The folder is named by an option, or else by ``$AGNEWS_DIR``. The last source is a generated corpus of
+    The folder is that of the option --data, or else ``$AGNEWS_DIR``. The last source is a generated corpus of
     `rows_per_class` articles; without `rows_per_class` there is none.
     """
-    origin = option
+    origin = "--data"
     if folder is None and (named := os.environ.get("AGNEWS_DIR")):
         folder, origin = Path(named), "the environment variable AGNEWS_DIR"
     if folder is not None:

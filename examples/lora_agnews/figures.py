@@ -8,47 +8,52 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..common.drawing import noted, plt, save
-from ..common.metrics import Record, grouped
+from ..common.metrics import Record, Spread, grouped, spread
 from .methods import METHODS
-from .report import Summary
+from .report import average_accuracy
 
-Panels = Mapping[str, Summary]  # by title, from left to right; the last one summarizes the records
-
-
-def draw(records: Sequence[Record], panels: Panels, out: Path) -> list[Path]:
-    """Write the figures as PNG files; return their paths."""
-    drawings = final_accuracy, accuracy_over_steps
-    return [save(out / f"{drawing.__name__}.png", drawing, records, panels) for drawing in drawings]
+Panel = Mapping[str, Spread]  # final average accuracy, by method
 
 
-def final_accuracy(records: Sequence[Record], panels: Panels) -> Figure:
+def draw(
+    records: Sequence[Record], out: Path, title: str = "", others: Mapping[str, Panel] | None = None
+) -> list[Path]:
+    """Write the figures as PNG files, the first one below those of `others`; return their paths."""
+    return [
+        save(out / "final_accuracy.png", final_accuracy, records, title, others or {}),
+        save(out / "accuracy_over_steps.png", accuracy_over_steps, records, title),
+    ]
+
+
+def final_accuracy(records: Sequence[Record], title: str, others: Mapping[str, Panel]) -> Figure:
     """Draw a row for each method: its mean final average accuracy, and below it a dot for each seed."""
-    counts = [len(numbers) for numbers in panels.values()]
+    runs = grouped("method", records)
+    here = {name: spread(map(average_accuracy, found)) for name, found in runs.items()}
+    panels = {**others, title: here}
+    counts = [len(panel) for panel in panels.values()]
     size = 4.8, 1.1 + 0.34 * sum(counts) + 0.5 * (len(panels) > 1)
     figure, column = plt.subplots(
         len(counts), 1, figsize=size, sharex=True, height_ratios=counts, squeeze=False
     )
-    runs = grouped("method", records)
-    for axes, (title, numbers) in zip(column.flat, panels.items(), strict=True):
-        axes.set_title(title, fontsize=10, loc="left")
-        for y, name in enumerate(numbers):
-            estimate, colour = numbers[name]["average_accuracy"], METHODS[name].colour
-            std = None if estimate["std"] is None else 100 * estimate["std"]
-            axes.errorbar(100 * estimate["mean"], y, xerr=std, fmt="o", color=colour, capsize=3, markersize=7)
-            if title == [*panels][-1]:  # the published numbers are means
-                values = [100 * run["metrics"]["average_accuracy"] for run in runs[name]]
-                axes.plot(values, [y + 0.33] * len(values), "o", color=colour, markersize=3, alpha=0.8)
-        axes.set_yticks(range(len(numbers)), [METHODS[name].title for name in numbers])
-        axes.set_ylim(len(numbers) - 0.4, -0.6)
+    for axes, (name_of_panel, panel) in zip(column.flat, panels.items(), strict=True):
+        axes.set_title(name_of_panel, fontsize=10, loc="left")
+        for y, (name, found) in enumerate(panel.items()):
+            look: dict[str, Any] = {"color": METHODS[name].colour}
+            std = 100 * found.std if found.n > 1 else None
+            axes.errorbar(100 * found.mean, y, xerr=std, fmt="o", capsize=3, markersize=7, **look)
+            if panel is here:  # the published numbers are means
+                values = [100 * average_accuracy(run) for run in runs[name]]
+                axes.plot(values, [y + 0.33] * len(values), "o", markersize=3, alpha=0.8, **look)
+        axes.set_yticks(range(len(panel)), [METHODS[name].title for name in panel])
+        axes.set_ylim(len(panel) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=True, axis="both")
     axes.set(xlim=(0, 100), xlabel="Final average accuracy (%)")
-    return noted(figure, f"Small dots: seeds. Error bars: {spread(records)}.")
+    return noted(figure, f"Small dots: seeds. Error bars: {seeds_of(records)}.")
 
 
-def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
+def accuracy_over_steps(records: Sequence[Record], title: str) -> Figure:
     """Draw a panel for each task, in the order of learning: mean over the seeds, and their spread."""
-    *_, title = panels
     edges = [0, *records[0]["boundaries"]]
     tasks = len(edges) - 1
     columns = min(tasks, 3)
@@ -81,9 +86,9 @@ def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     where = title.replace("\n", ": ")
     where += ". The paper draws this figure, too, but gives no numbers for it.\n" if title else ""
-    return noted(figure, f"{where}Grey: the task is being learned. Bands: {spread(records)}.")
+    return noted(figure, f"{where}Grey: the task is being learned. Bands: {seeds_of(records)}.")
 
 
-def spread(records: Sequence[Record]) -> str:
+def seeds_of(records: Sequence[Record]) -> str:
     """Return a description of the error bars."""
     return f"standard deviation across {len({record['seed'] for record in records})} seeds"

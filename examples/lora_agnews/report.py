@@ -1,4 +1,4 @@
-"""The summary of an experiment, and its tables."""
+"""The tables of an experiment."""
 
 import json
 from collections.abc import Sequence
@@ -6,91 +6,84 @@ from pathlib import Path
 from typing import Any
 
 from ..common.command import SetupError
-from ..common.metrics import METRICS, Interval, Record, grouped, mean_std, metric, paired
-from ..common.tables import difference, markdown_table, plus_minus, significant
+from ..common.metrics import Record, checked, grouped, metric, paired, spent, whole_step
+from ..common.tables import difference, mean_of, table
 from .methods import METHODS
-from .record import PHASES
 
-Summary = dict[str, dict[str, Any]]
-CAPTIONS = (
+ACCURACY = (
     "Accuracy after the whole stream. {spread}. Over GEM: the difference in AvgAcc, in percentage points, "
     "paired over the seeds, ± half of its 95 % interval (Student's t). Noise: the interval includes zero, so "
-    "these seeds do not tell the two apart.",
+    "these seeds do not tell the two apart."
+)
+COST = (
     "Milliseconds. Projection: mean of one call. The rest: means over all steps after the first "
-    "task, in which all methods are alike. Batch includes the replayed rows. {spread}.",
+    "task, in which all methods are alike. Batch includes the replayed rows. {spread}."
+)
+GUARANTEE = (
     "Share of measured steps that point against a stored task: cos(g_k, v) < -0.001 for some k, "
     "where v is the gradient handed to the optimizer, or the step that the optimizer makes of it. Last "
-    "column: the worst cosine of such a step. {spread}.",
+    "column: the worst cosine of such a step. {spread}."
 )
+average_accuracy = metric("average_accuracy")
 
 
-def summarize(records: Sequence[Record]) -> Summary:
-    """Return mean and standard deviation over the seeds of every number, by method."""
-    summary: Summary = {}
-    for method, runs in grouped("method", records).items():
-        times = [run["seconds"] for run in runs]
-        checks = [run["guarantee"] for run in runs]
-        summary[method] = {
-            "seeds": [run["seed"] for run in runs],
-            **{name: mean_std(run["metrics"][name] for run in runs) for name in METRICS},
-            "seconds_per_step": {phase: mean_std(t["per_step"][phase] for t in times) for phase in PHASES},
-            "seconds_per_projection": mean_std(t["mean_projection"] for t in times if t["projections"]),
-            "gradient_violated": mean_std(check["gradient"]["violated"] for check in checks),
-            "update_violated": mean_std(check["update"]["violated"] for check in checks),
-            "worst_update_cosine": min(check["update"]["worst_cosine"] for check in checks),
-        }
-    return summary
+def projection(record: Record) -> float | None:
+    """Return the mean time of a projection; None if there was none."""
+    return record["seconds"]["mean_projection"]
 
 
-def summarized(folder: Path) -> tuple[dict[str, Any], Summary]:
-    """Return the content of a folder's results.json, and the summary of its runs."""
+def worst_cosine(record: Record) -> float:
+    """Return the worst cosine of a step with a constraint."""
+    return record["guarantee"]["update"]["worst_cosine"]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's results.json, whose tables can be made."""
     path = folder / "results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return found, summarize(found["runs"])
+        markdown(found["runs"])
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{path} is damaged ({error!r}); without --draw it is written again") from None
+    return found
 
 
-def _noise(found: Interval | None) -> str:
-    return "" if found is None or found.excludes_zero else ", noise"
-
-
-def markdown(records: Sequence[Record], summary: Summary) -> str:
+def markdown(records: Sequence[Record]) -> str:
     """Return three tables in GitHub's Markdown, each below its caption."""
     runs = grouped("method", records)
-    seeds = max(len(numbers["seeds"]) for numbers in summary.values())
+    gem = runs.get("gem", [])
+
+    def over_gem(found: Sequence[Record]) -> str:
+        over = paired(found, [] if found is gem else gem, average_accuracy)
+        noise = ", noise" if over and not over.excludes_zero else ""
+        return difference(over, brief=True) + noise
+
+    seeds = max(map(len, runs.values()))
     spread = "One seed" if seeds == 1 else f"Mean ± sample standard deviation (n - 1) over {seeds} seeds"
     spread += ", too few to tell methods apart: see --seeds" if seeds == 2 else ""
-    lines = []
-    for name, numbers in summary.items():
-        method = METHODS[name]
-        gem = [] if name == "gem" else runs.get("gem", [])
-        over = paired(runs[name], gem, metric("average_accuracy"))
-        ms = {phase: 1e3 * seconds["mean"] for phase, seconds in numbers["seconds_per_step"].items()}
-        first = {"Method": method.title}
-        accuracy = first | {
-            "AvgAcc (%)": plus_minus(numbers["average_accuracy"], 100, 1),
-            "Over GEM": difference(over, brief=True) + _noise(over),
-            "BWT": plus_minus(numbers["backward_transfer"], 1, 3),
-            "FWT": plus_minus(numbers["forward_transfer"], 1, 3),
-            "Forgetting": plus_minus(numbers["forgetting"], 1, 3),
-        }
-        cost = first | {
-            "Projection": plus_minus(numbers["seconds_per_projection"], 1e3),
-            "Batch": significant(ms["batch"]),
-            "Constraint gradients": significant(ms["constraints"]) if method.promise else "-",
-            "Optimizer": significant(ms["optimizer"]),
-            "Whole step": significant(sum(ms.values())),
-        }
-        guarantee = first | {
-            "Violated by gradient (%)": plus_minus(numbers["gradient_violated"], 100, 0),
-            "Violated by step (%)": plus_minus(numbers["update_violated"], 100, 0),
-            "Worst cosine": f"{numbers['worst_update_cosine']:.2f}",
-        }
-        lines.append((accuracy, cost, guarantee))
-    parts = []
-    for caption, table in zip(CAPTIONS, zip(*lines, strict=True), strict=True):
-        rows = [[*line.values()] for line in table]
-        parts += [caption.format(spread=spread), markdown_table([*table[0]], rows)]
+    tables = {
+        ACCURACY: {
+            "AvgAcc (%)": mean_of(average_accuracy, 100, 1),
+            "Over GEM": over_gem,
+            "BWT": mean_of(metric("backward_transfer"), 1, 3),
+            "FWT": mean_of(metric("forward_transfer"), 1, 3),
+            "Forgetting": mean_of(metric("forgetting"), 1, 3),
+        },
+        COST: {
+            "Projection": mean_of(projection, 1e3),
+            "Batch": mean_of(spent("batch"), 1e3, beside=""),
+            "Constraint gradients": mean_of(spent("constraints"), 1e3, beside=""),
+            "Optimizer": mean_of(spent("optimizer"), 1e3, beside=""),
+            "Whole step": mean_of(whole_step, 1e3, beside=""),
+        },
+        GUARANTEE: {
+            "Violated by gradient (%)": mean_of(checked("gradient", "violated"), 100, 0),
+            "Violated by step (%)": mean_of(checked("update", "violated"), 100, 0),
+            "Worst cosine": lambda found: f"{min(map(worst_cosine, found)):.2f}",
+        },
+    }
+    rows = [(METHODS[name].title, found) for name, found in runs.items()]
+    parts = [
+        f"{caption.format(spread=spread)}\n\n{table(rows, columns)}" for caption, columns in tables.items()
+    ]
     return "\n\n".join(parts) + "\n"

@@ -28,7 +28,7 @@ def parser(program: str, description: str | None) -> ArgumentParser:
 
 
 @command.finishing
-def main(arguments: Sequence[str] | None, console: Console) -> None:
+def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     """Execute the missing runs, then write tables and figures."""
     asking = parser("python -m examples.study", __doc__)
     asking.add_argument("--methods", default="", help="separated by commas, by default all of the stream")
@@ -36,25 +36,23 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
     given = asking.parse_args(arguments)
 
     # Torch takes seconds to import; --help should not wait.
-    from . import plan, publish, results, settings
+    from . import plan, publish, settings
 
     methods = tuple(filter(None, given.methods.split(",")))
     command.check_known("stream", given.names, settings.STREAMS)
     command.check_known("method", methods, settings.METHODS)
     if not given.report:
         plan.complete(given.names, methods, given.out, given.jobs, given.time, console)
-    found = {name: results.results_of(name, given.out) for name in given.names or settings.STREAMS}
-    written = {name: publish.publish(name, of, given.out) for name, of in found.items()}
+    written = {name: publish.publish(name, given.out) for name in given.names or settings.STREAMS}
     if missing := [name for name, paths in written.items() if not paths]:
         told = f"{given.out} has no reported runs of {', '.join(missing)}"
         if len(missing) == len(written):
             raise command.SetupError(told)
         console.print(f"[yellow]missing[/]   {told}")
-    for path in itertools.chain(*written.values()):
-        console.print(f"[bold]written[/]   {path}")
-    for file, text in publish.overview(given.out).items():
+    tables = publish.overview(given.out)
+    for file, text in tables.items():
         (given.out / file).write_text(text, encoding="utf-8")
-        console.print(f"[bold]written[/]   {given.out / file}")
+    return [*itertools.chain(*written.values()), *(given.out / file for file in tables)]
 
 
 if __name__ == "__main__":

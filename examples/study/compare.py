@@ -1,21 +1,9 @@
-"""Numbers of single runs, means with intervals, and differences paired over seeds."""
+"""The runs of a stream, their differences paired over seeds, and numbers that only streams have."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from ..common.metrics import Interval, Measure, Record, Runs, grouped, metric, paired
-
-
-def in_order(values: Iterable[float]) -> float:
-    """Return the sum with rounding after each term; `sum` has compensated for rounding since Python 3.12.
-
-    Accuracies are multiples of 0.05 %, so the last bit decides which of two digits a table shows.
-    """
-    return float(np.cumsum([*values])[-1])
-
+from ..common.metrics import Measure, Record, Runs, Spread, in_order, metric, paired, whole_step
 
 average_accuracy = metric("average_accuracy")
 
@@ -41,25 +29,6 @@ def after(task: int) -> Measure:
     return lambda record: in_order(record["accuracies"][task][:task]) / task
 
 
-def seconds_per_step(record: Record) -> float:
-    """Return the time of a whole step, the sum of its parts."""
-    return in_order(record["seconds"]["per_step"].values())
-
-
-def one_setting(runs: Sequence[Record]) -> list[Record]:
-    """Return runs in the order of their seeds; raise if they repeat a seed or mix settings.
-
-    A mean over such runs would describe no setting.
-    """
-    twice = sorted(seed for seed, n in Counter(run["seed"] for run in runs).items() if n > 1)
-    settings = {(run["lr"], run["knob"]) for run in runs}
-    if twice or len(settings) > 1:
-        what = f"seeds {twice} more than once" if twice else f"more than one (lr, knob): {settings}"
-        where = {key: runs[0].get(key) for key in ("stream", "method")}
-        raise ValueError(f"records must hold one run per seed, found {what} for {where}; keep one")
-    return sorted(runs, key=lambda run: run["seed"])
-
-
 @dataclass(frozen=True)
 class Found:
     """The reported runs of a stream, and the runs that give the step times of the same methods."""
@@ -72,32 +41,15 @@ class Found:
         names = [name for name in names if name in self.runs]
         return Found(*({name: runs[name] for name in names} for runs in (self.runs, self.times)))
 
-    def minus(self, name: str, other: str, measure: Measure = average_accuracy) -> Interval | None:
+    def minus(self, name: str, other: str, measure: Measure = average_accuracy) -> Spread:
         """Return the paired difference of a method to another one; see `paired`."""
         return paired(self.runs.get(name, []), self.runs.get(other, []), measure)
 
     def step(self, name: str) -> float:
         """Return the mean time of a whole step over the runs."""
-        return in_order(map(seconds_per_step, self.times[name])) / len(self.times[name])
+        return in_order(map(whole_step, self.times[name])) / len(self.times[name])
 
     def longest_within(self, names: Iterable[str], seconds: float) -> str | None:
         """Return the method with the longest steps of at most `seconds` seconds, or None."""
         steps = {name: self.step(name) for name in names if name in self.times}
         return max((name for name in steps if steps[name] <= seconds), key=steps.__getitem__, default=None)
-
-
-def found_in(records: Iterable[Record], methods: Collection[str]) -> Found:
-    """Return the runs of all methods that have records, in the order of methods and seeds.
-
-    Times are taken from runs that had the machine to themselves, if there are any; bytes from reported runs.
-    """
-    phases = grouped("phase", records)
-    runs, alone = (
-        {name: one_setting(of) for name, of in grouped("method", phases.get(phase, []), methods).items()}
-        for phase in ("report", "time")
-    )
-    times = {
-        name: [one | {"bytes": found[0]["bytes"]} for one in alone[name]] if name in alone else found
-        for name, found in runs.items()
-    }
-    return Found(runs, times)

@@ -9,9 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from ..common.drawing import INK, noted, plt
-from ..common.metrics import Interval, Record, grouped, interval
-from . import compare
-from .compare import Found
+from ..common.metrics import Record, Spread, grouped, spread
+from .compare import Found, average_accuracy
 from .settings import METHODS
 
 MARKERS = "osD^vP*Xh<>"
@@ -20,10 +19,10 @@ DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
 
 def paired_differences(found: Found, baseline: str = "replay") -> Figure:
     """Draw the accuracy of each method minus that of a baseline, paired over the seeds, by family."""
-    rows: list[tuple[str, str, Interval | None]] = []  # text, colour, difference; None: a family
+    rows: list[tuple[str, str, Spread]] = []  # text, colour, difference; of a family none
     others = [name for name in found.runs if name != baseline and not METHODS[name].joint]
     for family in dict.fromkeys(METHODS[name].family for name in others):
-        rows.append((family, INK, None))
+        rows.append((family, INK, spread([])))
         for name in (name for name in others if METHODS[name].family == family):
             if one := found.minus(name, baseline):
                 rows.append((METHODS[name].title, METHODS[name].colour, one))
@@ -53,7 +52,7 @@ def memory(records: Sequence[Record]) -> Figure:
     looks = dict(zip(grouped("policy", records), zip(MARKERS, cycle(DASHES), strict=False), strict=False))
     lines = {
         (name, policy): {
-            size: interval(100 * compare.average_accuracy(run) for run in compare.one_setting(runs))
+            size: spread(100 * average_accuracy(run) for run in runs)
             for size, runs in grouped("per_task", found, sizes).items()
         }
         for name, group in grouped("method", records, METHODS).items()
@@ -75,7 +74,7 @@ def memory(records: Sequence[Record]) -> Figure:
     return noted(figure, note + " Points of the same memory size stand side by side.")
 
 
-def _note(shown: Iterable[Interval]) -> str:
+def _note(shown: Iterable[Spread]) -> str:
     """Return the note on the error bars, with the number of seeds."""
     counts = [found.n for found in shown]
     low, high = min(counts, default=0), max(counts, default=0)

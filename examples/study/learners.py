@@ -17,7 +17,6 @@ from gemproj.torch.data import leaves_of
 from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.step import On
 
-from . import mega
 from .gpm import SubspaceProjector
 from .streams import Batch, Stream
 
@@ -42,13 +41,9 @@ class Setup:
 
     def memory(self, extra: int = 0) -> Memory:
         """Return an empty memory, for fewer examples if each needs `extra` bytes in addition."""
-        example = self.bytes_of_example()
+        example = sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
         size = max(1, self.setting.per_task * example // (example + extra))
         return Memory(size, self.seed, self.setting.policy)
-
-    def bytes_of_example(self) -> int:
-        """Return the size of one example."""
-        return sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
 
     def bytes_of_outputs(self) -> int:
         """Return the size of the model's outputs for one example."""
@@ -218,18 +213,6 @@ class OneTask(Reference):
         one = tasks[int(torch.randint(len(tasks), (), generator=self.random))]
         order = torch.randperm(len(one["labels"]), generator=self.random)
         return rows(one, order[: self.setup.setting.examples * len(tasks)])
-
-
-class Balanced(Reference):
-    """MEGA: a weighted sum of the gradients on the batch and on the memory."""
-
-    def __init__(self, setup: Setup, weights: mega.Weights) -> None:
-        super().__init__(setup)
-        self.weights = weights
-
-    def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
-        """Replace the gradient by the sum."""
-        mega.balance(past, gradient, losses, self.weights)
 
 
 class Subspaces(Learner):

@@ -1,28 +1,34 @@
 """MEGA-I and MEGA-II (Guo et al., NeurIPS 2020), by `gram` and `combine`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
 from gemproj import combine, gram
 
+from .learners import Reference, Setup
+
 Weights = Callable[[float, float, float, float, float], tuple[float, float]]
 
 
-def balance(
-    past: Sequence[Tensor], gradient: Sequence[Tensor], losses: tuple[float, float], weights: Weights
-) -> None:
-    """Replace the gradient g of a batch by a weighted sum with r, the gradient on the memory, in place.
+class Balanced(Reference):
+    """Replaces the gradient g of a batch by a weighted sum with r, the gradient on the memory.
 
-    `past` has r in matrices of one row, `losses` the losses on the batch and on the memory. With the weights
-    ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` the result is u g + v r.
+    With the weights ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` the sum is u g + v r.
     """
-    K, b, gg = gram(past, gradient)
-    u, v = weights(float(K), float(b), float(gg), *losses)
-    found = combine(past, [u * part for part in gradient], b.new_tensor([v]))
-    for part, new in zip(gradient, found, strict=True):
-        part.copy_(new)
+
+    def __init__(self, setup: Setup, weights: Weights) -> None:
+        super().__init__(setup)
+        self.weights = weights
+
+    def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
+        """Replace the gradient by the sum."""
+        K, b, gg = gram(past, gradient)
+        u, v = self.weights(float(K), float(b), float(gg), *losses)
+        found = combine(past, [u * part for part in gradient], b.new_tensor([v]))
+        for part, new in zip(gradient, found, strict=True):
+            part.copy_(new)
 
 
 def mega1(rr: float, rg: float, gg: float, loss: float, reference: float) -> tuple[float, float]:

@@ -24,7 +24,7 @@ RUNS, OUT = Path("runs/study-paper"), Path("docs/results/study/paper")
 
 
 @command.finishing
-def main(arguments: Sequence[str] | None, console: Console) -> None:
+def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     """Execute the missing runs, then write tables and figures."""
     parser = ArgumentParser(
         "python -m examples.study.paper", description=__doc__, formatter_class=RawDescriptionHelpFormatter
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
         preset = ["--preset", given.preset] if given.preset else protocol(given.backbone)
         agnews.run([*preset, *others, "--out", str(given.runs)], console)
         shutil.copy(given.runs / "results.json", given.out)
-    write(given.out)
+    return write(given.out)
 
 
 def protocol(wanted: str | None) -> list[str]:
@@ -59,17 +59,17 @@ def protocol(wanted: str | None) -> list[str]:
     return ["--preset", "paper", "--backbone", named or MEDIUM]
 
 
-def write(out: Path) -> None:
-    """Write tables and figures of the results in a folder."""
-    results, summary = report.summarized(out)
-    (out / "table.md").write_text(paper_report.markdown(results, summary), encoding="utf-8")
+def write(out: Path) -> list[Path]:
+    """Write tables and figures of the results in a folder, and return their paths."""
+    results = report.read(out)
+    (out / "table.md").write_text(paper_report.markdown(results), encoding="utf-8")
     given = results["config"]
     shape = f"{given['small_layers']} layers of width {given['small_width']}"
     name = f"GPT-2 of {shape}" if given["backbone"] == "small" else given["backbone"]
     here = f"Here\n{name}, {results['environment'].get('gpu', given['device'].upper())}"
-    panels = {f"I-GEM paper\n{paper_report.BACKBONE}": paper_report.PUBLISHED, here: summary}
-    figures.draw(results["runs"], panels, out)
-    print(f"tables and figures are in {out}")
+    published = {name: found["average_accuracy"] for name, found in paper_report.PUBLISHED.items()}
+    panels = {f"I-GEM paper\n{paper_report.BACKBONE}": published}
+    return [out / "table.md", *figures.draw(results["runs"], out, here, panels)]
 
 
 if __name__ == "__main__":

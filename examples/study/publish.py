@@ -5,18 +5,17 @@ from pathlib import Path
 from ..common.drawing import save
 from . import figures, plan, report
 from .compare import Found
-from .results import Results, results_of
+from .runs import results_of
 from .settings import BASIC, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS
 
 EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness matter?
 
 
-def publish(stream: str, results: Results, folder: Path) -> list[Path]:
+def publish(stream: str, folder: Path) -> list[Path]:
     """Write tables and figures into a folder, and return their paths; none without reported runs."""
-    found = plan.published(stream, results)
+    found = plan.published(stream, results_of(stream, folder))
     if not found.runs:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{stream}.md"]
     written[0].write_text(page(stream, found), encoding="utf-8")
     main = found.only(named(stream))

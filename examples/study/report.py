@@ -1,14 +1,12 @@
 """The study's tables in Markdown: of one stream, and over all streams."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..common.metrics import Interval, Measure, Record, Runs, mean_std
-from ..common.tables import difference, markdown_table, plus_minus
+from ..common.metrics import Measure, Record, Runs, Spread, checked, metric, paired, spent, whole_step
+from ..common.tables import Cell, difference, markdown_table, mean_of, table
 from . import compare
-from .compare import Found
-from .results import setting_of
+from .compare import Found, average_accuracy
+from .runs import setting_of
 from .settings import BUDGETS, LADDERS, METHODS, SAME
 
 SPREAD = "Mean ± sample standard deviation (n - 1) over the seeds, whose number stands beside the method."
@@ -18,64 +16,38 @@ OVER_STREAMS = (
 )
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of numbers: its head, the measure of a run, its scale, and the number of decimals.
-
-    An `ordered` measure needs tasks that come one after the other; joint training has no such number.
-    """
-
-    head: str
-    measure: Measure
-    scale: float = 1.0
-    decimals: int | None = None  # None: significant digits
-    ordered: bool = True
-
-    def cell(self, runs: Sequence[Record], joint: bool = False) -> str:
-        """Write mean ± standard deviation, with the number of seeds if some have no such number."""
-        if joint and self.ordered:
-            return "-"
-        found = (self.measure(run) for run in runs)
-        values = [value for value in found if value is not None and isfinite(value)]
-        text = plus_minus(mean_std(values), self.scale, self.decimals)
-        return text if len(values) in (0, len(runs)) else f"{text} ({len(values)} of {len(runs)} seeds)"
+def in_turn(measure: Measure) -> Measure:
+    """Return a measure that needs tasks one after the other; joint training has no such number."""
+    return lambda run: None if METHODS[run["method"]].joint else measure(run)
 
 
-def _spent(part: str) -> Measure:
-    """Return the measure of the time of a part of a step; None if a method has no such part."""
-    return lambda run: run["seconds"]["per_step"][part] or None
-
-
-def _checked(what: str, number: str) -> Measure:
-    """Return the measure of a number of the guarantee; None if no step was probed."""
-    return lambda run: (run["guarantee"][what] or {}).get(number)
-
-
-ACCURACY = [
-    Column("AvgAcc (%)", compare.average_accuracy, 100, 1, ordered=False),
-    Column("BWT", compare.metric("backward_transfer"), 1, 3),
-    Column("FWT", compare.metric("forward_transfer"), 1, 3),
-    Column("Forgetting", compare.metric("forgetting"), 1, 3),
+Shown = dict[str, tuple[Measure, float, int | None]]  # by head of a column: measure, scale, decimals
+ACCURACY: Shown = {
+    "AvgAcc (%)": (average_accuracy, 100, 1),
+    "BWT": (in_turn(metric("backward_transfer")), 1, 3),
+    "FWT": (in_turn(metric("forward_transfer")), 1, 3),
+    "Forgetting": (in_turn(metric("forgetting")), 1, 3),
     # The cost of remembering: less is learned.
-    Column("Last task (%)", lambda run: run["accuracies"][-1][-1], 100, 1, ordered=False),
-    Column("Lowest of past tasks (%)", compare.lowest_past_accuracy, 100, 1),
-]
-COST = [
-    Column("Batch", _spent("batch"), 1e3, ordered=False),
-    Column("Constraint gradients", _spent("constraints"), 1e3, ordered=False),
-    Column("Projection", _spent("projection"), 1e3, ordered=False),
-    Column("Optimizer", _spent("optimizer"), 1e3, ordered=False),
-    Column("Whole step", compare.seconds_per_step, 1e3, ordered=False),
-]
-MEMORY = Column("Memory (kB)", lambda run: run["bytes"], 1e-3)
-PROMISES = [
-    Column("Violated by gradient (%)", _checked("gradient", "violated"), 100, 1),
-    Column("Violated by step (%)", _checked("update", "violated"), 100, 1),
-    Column("Worst cosine of a step", _checked("update", "worst_cosine"), 1, 3),
-    Column("Drift (nats)", lambda run: None if run.get("diverged") else run["drift"], 1, 3),
-]
+    "Last task (%)": (lambda run: run["accuracies"][-1][-1], 100, 1),
+    "Lowest of past tasks (%)": (in_turn(compare.lowest_past_accuracy), 100, 1),
+}
+COST: Shown = {
+    "Batch": (spent("batch"), 1e3, None),
+    "Constraint gradients": (spent("constraints"), 1e3, None),
+    "Projection": (spent("projection"), 1e3, None),
+    "Optimizer": (spent("optimizer"), 1e3, None),
+    "Whole step": (whole_step, 1e3, None),
+}
+MEMORY: Shown = {"Memory (kB)": (in_turn(lambda run: run["bytes"]), 1e-3, None)}
+PROMISES: Shown = {
+    "Violated by gradient (%)": (in_turn(checked("gradient", "violated")), 100, 1),
+    "Violated by step (%)": (in_turn(checked("update", "violated")), 100, 1),
+    "Worst cosine of a step": (in_turn(checked("update", "worst_cosine")), 1, 3),
+    "Drift (nats)": (in_turn(lambda run: None if run.get("diverged") else run["drift"]), 1, 3),
+}
 # Higher is better in all of them.
-DIFFERENCES = {one.head.removesuffix(" (%)"): one.measure for one in (*ACCURACY[:2], *ACCURACY[4:])}
+HIGHER = ("AvgAcc (%)", "BWT", "Last task (%)", "Lowest of past tasks (%)")
+DIFFERENCES = {head.removesuffix(" (%)"): ACCURACY[head][0] for head in HIGHER}
 
 
 def accuracy(found: Found) -> str:
@@ -84,8 +56,11 @@ def accuracy(found: Found) -> str:
         "Accuracy. Setting: learning rate and main knob, chosen on other seeds. Lowest of past tasks: the "
         "lowest accuracy of a task at any measured time after it was learned, mean over all but the last."
     )
-    settings = [setting_of(METHODS[name], run["lr"], run["knob"]) for name, [run, *_] in found.runs.items()]
-    return _table(caption, found.runs, ACCURACY, Setting=settings)
+
+    def setting(runs: Sequence[Record]) -> str:
+        return setting_of(METHODS[runs[0]["method"]], runs[0]["lr"], runs[0]["knob"])
+
+    return _table(caption, found.runs, ACCURACY, {"Setting": setting})
 
 
 def cost(found: Found) -> str:
@@ -94,11 +69,11 @@ def cost(found: Found) -> str:
         "Cost: milliseconds per step by part, means over all steps after the first task. Batch includes the "
         "replayed examples."
     )
-    columns = list(COST)
+    columns = dict(COST)
     if "plain" in found.runs:
         caption += f" Relative: whole step over the mean whole step of {METHODS['plain'].title}."
-        columns.append(Column("Relative", compare.seconds_per_step, 1 / found.step("plain"), 2, False))
-    return _table(caption, found.times, [*columns, MEMORY])
+        columns["Relative"] = whole_step, 1 / found.step("plain"), 2
+    return _table(caption, found.times, columns | MEMORY)
 
 
 def promises(found: Found) -> str:
@@ -119,11 +94,17 @@ def differences(found: Found, baseline: str) -> str:
         "mean and 95 % interval of Student's t, bold where it excludes zero, as one interval in twenty does "
         "by chance. Higher is better in all columns."
     )
-    rows = []
-    for name in (name for name in found.runs if name != baseline and not METHODS[name].joint):
-        cells = [found.minus(name, baseline, measure) for measure in DIFFERENCES.values()]
-        rows.append([METHODS[name].title, str(cells[0].n if cells[0] else 0), *map(difference, cells)])
-    return f"{caption}\n\n{markdown_table(['Method', 'Seeds', *DIFFERENCES], rows)}"
+    base = found.runs[baseline]
+
+    def minus(measure: Measure) -> Cell:
+        return lambda runs: difference(paired(runs, base, measure))
+
+    def seeds(runs: Sequence[Record]) -> str:
+        return str(paired(runs, base, average_accuracy).n)
+
+    others = [name for name in found.runs if name != baseline and not METHODS[name].joint]
+    columns = {"Seeds": seeds} | {head: minus(measure) for head, measure in DIFFERENCES.items()}
+    return f"{caption}\n\n{table(titled(found.runs, others), columns)}"
 
 
 def after_each_task(found: Found, reference: str, others: Iterable[str]) -> str:
@@ -133,12 +114,13 @@ def after_each_task(found: Found, reference: str, others: Iterable[str]) -> str:
         "tasks learned so far, in percentage points, paired over the seeds, with 95 % interval, bold where "
         "it excludes zero."
     )
-    counts = range(2, len(found.runs[reference][0]["boundaries"]) + 1)
-    rows = []
-    for name in (name for name in others if name in found.runs):
-        cells = (found.minus(reference, name, compare.after(k)) for k in counts)
-        rows.append([METHODS[name].title, *map(difference, cells)])
-    return f"{caption}\n\n{markdown_table(['Other method', *(f'{k} tasks' for k in counts)], rows)}"
+    runs = found.runs[reference]
+
+    def minus(task: int) -> Cell:
+        return lambda other: difference(paired(runs, other, compare.after(task)))
+
+    columns = {f"{task} tasks": minus(task) for task in range(2, len(runs[0]["boundaries"]) + 1)}
+    return f"{caption}\n\n{table(titled(found.runs, others), columns, 'Other method')}"
 
 
 def variants(found: Found, names: Iterable[str], timed: bool = False) -> str:
@@ -148,18 +130,24 @@ def variants(found: Found, names: Iterable[str], timed: bool = False) -> str:
         "group. Minus it: differences in percentage points, paired over the seeds, with 95 % interval, bold "
         "where it excludes zero." + " Whole step: milliseconds." * timed
     )
-    heads = ["AvgAcc", "Lowest of past tasks"]
-    columns = [(ACCURACY[0], found.runs), (COST[-1], found.times)][: 1 + timed]
-    rows: list[list[str]] = []
+    columns: dict[str, Callable[[str], str]] = {
+        "Seeds": lambda name: str(len(found.runs[name])),
+        "AvgAcc (%)": lambda name: mean_of(*ACCURACY["AvgAcc (%)"])(found.runs[name]),
+    }
+    if timed:
+        columns["Whole step"] = lambda name: mean_of(*COST["Whole step"])(found.times[name])
+
+    def minus(measure: Measure) -> Callable[[str], str]:
+        like = {name: METHODS[name].like for name in shown}
+        return lambda name: difference(found.minus(name, like[name], measure)) if name in like else ""
+
     shown = [name for name in names if name in found.runs and METHODS[name].like in found.runs]
-    for base in dict.fromkeys(METHODS[name].like for name in shown):
-        for name in (base, *(name for name in shown if METHODS[name].like == base)):
-            minus = [difference(found.minus(name, base, DIFFERENCES[head])) for head in heads]
-            cells = [column.cell(source[name]) for column, source in columns]
-            counted = [METHODS[name].title, str(len(found.runs[name]))]
-            rows.append([*counted, *cells, *(["", ""] if name == base else minus)])
-    head = ["Method", "Seeds", *(column.head for column, _ in columns), *(f"{one} minus it" for one in heads)]
-    return f"{caption} {SPREAD}\n\n{markdown_table(head, rows)}"
+    for head in ("AvgAcc", "Lowest of past tasks"):
+        columns[f"{head} minus it"] = minus(DIFFERENCES[head])
+    bases = dict.fromkeys(METHODS[name].like for name in shown)
+    groups = ((base, *(name for name in shown if METHODS[name].like == base)) for base in bases)
+    rows = [(METHODS[name].title, name) for group in groups for name in group]
+    return f"{caption} {SPREAD}\n\n{table(rows, columns)}"
 
 
 def equal_time(found: Found) -> str:
@@ -174,13 +162,13 @@ def equal_time(found: Found) -> str:
         "kept for some steps, what takes the longest within the budget. No choice by results. AvgAcc in "
         f"percent; {heads[1]} minus {heads[0]}: paired over the seeds, with 95 % interval."
     )
-    unit, rows = found.step("plain"), []
+    unit, average, rows = found.step("plain"), mean_of(*ACCURACY["AvgAcc (%)"]), []
     for budget in BUDGETS:
         first, second = (found.longest_within(ladder, budget * unit) for ladder in LADDERS)
         row = [f"{budget:g}"]
         for name in (first, second):
             taken = [METHODS[name].title, f"{found.step(name) / unit:.2f}"] if name else ["-", "-"]
-            row += [*taken, ACCURACY[0].cell(found.runs[name]) if name else "-"]
+            row += [*taken, average(found.runs[name]) if name else "-"]
         rows.append([*row, difference(found.minus(second or "", first or ""))])
     columns = [cell for head in heads for cell in (head, "takes", "AvgAcc")]
     return f"{caption}\n\n{markdown_table(['Budget (plain steps)', *columns, 'Difference'], rows)}"
@@ -199,11 +187,9 @@ def over_streams(
     """
     known = [found.runs.keys() for found in streams.values()]
     shown = {head: pair for head, pair in pairs.items() if any(set(pair) <= names for names in known)}
+    rows = {title: [found.minus(*pair) for pair in shown.values()] for title, found in streams.items()}
     lines = [["Method" if turned else "Stream", "Seeds", *shown]]
-    for title, found in streams.items():
-        row = [found.minus(*pair) for pair in shown.values()]
-        if any(row):
-            lines.append([title, *_cells(row)])
+    lines += [[title, *_cells(row)] for title, row in rows.items() if any(row)]
     return _lines(f"{caption} {OVER_STREAMS}", lines, turned)
 
 
@@ -222,7 +208,7 @@ def at_equal_settings(streams: Mapping[str, Found]) -> str:
     return _lines(f"{caption} {OVER_STREAMS}", lines)
 
 
-def _cells(row: Sequence[Interval | None]) -> list[str]:
+def _cells(row: Sequence[Spread]) -> list[str]:
     """Return the range of the numbers of seeds, and the differences."""
     counts = sorted({one.n for one in row if one})
     seeds = " to ".join(map(str, counts[:: max(1, len(counts) - 1)]))
@@ -234,12 +220,13 @@ def _lines(caption: str, lines: list[list[str]], turned: bool = False) -> str:
     return f"{caption}\n\n{markdown_table(head, rows)}"
 
 
-def _table(caption: str, runs: Runs, columns: Sequence[Column], **text: Sequence[str]) -> str:
+def _table(caption: str, runs: Runs, numbers: Shown, texts: Mapping[str, Cell] | None = None) -> str:
     """Return a table with a row for each method; columns of text come before the numbers."""
-    rows = [
-        [METHODS[name].title, str(len(found)), *(column[k] for column in text.values())]
-        + [column.cell(found, METHODS[name].joint) for column in columns]
-        for k, (name, found) in enumerate(runs.items())
-    ]
-    head = ["Method", "Seeds", *text, *(column.head for column in columns)]
-    return f"{caption} {SPREAD}\n\n{markdown_table(head, rows)}"
+    columns = {"Seeds": lambda found: str(len(found)), **(texts or {})}
+    columns |= {head: mean_of(*how) for head, how in numbers.items()}
+    return f"{caption} {SPREAD}\n\n{table(titled(runs), columns)}"
+
+
+def titled(runs: Runs, names: Iterable[str] | None = None) -> list[tuple[str, list[Record]]]:
+    """Return the runs of those methods that have some, by title."""
+    return [(METHODS[name].title, runs[name]) for name in (runs if names is None else names) if name in runs]

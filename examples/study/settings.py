@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from gemproj import PGD
 
 from ..common import colours
 from . import learners
 from .learners import Learner, Setup
-from .mega import mega1, mega2
+from .mega import Balanced, mega1, mega2
 from .penalties import EWC, SI
 
 TUNING_SEEDS = (100, 101, 102, 103, 104)
@@ -56,6 +56,7 @@ class Setting:
     eval_interval: int = 50
     probe_interval: int = 20
     device: str = "cpu"
+    tuned: ClassVar[str] = ""  # on no other stream
 
 
 ALL = 10**9  # examples
@@ -86,8 +87,8 @@ METHODS = {
     ),
     "agem": Method("A-GEM", "one constraint", colours.AGEM, gem(per="all", method="agem")),
     "sgem": Method("S-GEM", "one constraint", colours.AGEM, learners.OneTask),
-    "mega1": Method("MEGA-I", "one constraint", colours.AGEM, partial(learners.Balanced, weights=mega1)),
-    "mega2": Method("MEGA-II", "one constraint", colours.AGEM, partial(learners.Balanced, weights=mega2)),
+    "mega1": Method("MEGA-I", "one constraint", colours.AGEM, partial(Balanced, weights=mega1)),
+    "mega2": Method("MEGA-II", "one constraint", colours.AGEM, partial(Balanced, weights=mega2)),
     "gem": Method("GEM", "GEM", colours.GEM, gem()),
     "gem-all": Method("GEM, all examples", "GEM", colours.GEM, gem(), like="gem", changes={"examples": ALL}),
     "igem1": Method("I-GEM, 1 step", "GEM", colours.IGEM, gem(method=PGD(1)), like="gem"),

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -22,17 +22,15 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples.common import command
-from examples.common.metrics import Record, grouped, mean_std
-from examples.common.results import rounded
-from examples.common.tables import markdown_table, plus_minus
-from examples.common.workers import origin, work
+from examples.common.metrics import Record, grouped, paired
+from examples.common.origin import digest, origin
+from examples.common.results import Results, rounded
+from examples.common.tables import Cell, mean_of, table
 from examples.lora_agnews.backbone import GPT2_LAYERS, LORA
 
-from . import compare, digest, plan
 from .__main__ import parser
 from .language import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
-from .plan import Point
-from .results import AnyRun, Results, results_of
+from .runs import AnyRun, Point, results_of
 from .settings import SEEDS
 
 CAPTION = (
@@ -57,6 +55,7 @@ class Method:
     loss: Any = None
     knob: str = ""
     grid: tuple[float, ...] = (0.0,)
+    like: ClassVar[str] = ""  # no other method's setting is taken
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,8 @@ class Setting:
     reference: int = 48
     steps: int = 150
     tuned: str = ""
+    fixed: ClassVar[Mapping[str, Point]] = {}
+    seeds: ClassVar[Sequence[int]] = SEEDS
 
 
 METHODS = {
@@ -99,8 +100,10 @@ COLUMNS: dict[str, Callable[[Record], float]] = {
 class Run(AnyRun):
     """One method in one setting."""
 
-    kind = "setting"
-    methods = METHODS
+    kind, places, methods, every_knob = "setting", SETTINGS, METHODS, True
+    brief = "loss on X {loss[x]:.3f}, on Y {loss[y]:.3f}"
+    space = staticmethod(lambda setting, name: (RATES, METHODS[name].grid))
+    score = staticmethod(lambda record: -COLUMNS["X + Y"](record))
 
     @property
     def key(self) -> str:
@@ -108,21 +111,6 @@ class Run(AnyRun):
         setting = SETTINGS[self.where]
         shaping = [setting.adapters, setting.reference, setting.steps, METHODS[self.method].kind]
         return f"{self.where}-{self.name(shaping)}"
-
-    @staticmethod
-    def space(setting: str, name: str) -> tuple[Sequence[float], Sequence[float]]:
-        """Return the learning rates and the knobs to try."""
-        return RATES, METHODS[name].grid
-
-    @staticmethod
-    def score(record: Record) -> float:
-        """Return the score: higher is better."""
-        return -COLUMNS["X + Y"](record)
-
-    @staticmethod
-    def brief(result: Mapping[str, Any]) -> str:
-        """Summarize a result in a few words."""
-        return f"loss on X {result['loss']['x']:.3f}, on Y {result['loss']['y']:.3f}"
 
     def __call__(self) -> dict[str, Any]:
         """Pretrain, fine-tune, and return the losses."""
@@ -139,12 +127,12 @@ class Run(AnyRun):
         start = time.perf_counter()
         learn(model, texts["tune"], setting.steps, self.seed, *how)
         seconds = time.perf_counter() - start
-        about = origin({"data": digest.of_values(texts_of(0)["y"].tolist())})
+        about = origin(data=digest(texts_of(0)["y"].tolist()))
         return {"loss": {"before": before} | losses(model, texts, said), "seconds": seconds, "about": about}
 
     def record(self, result: Mapping[str, Any]) -> Record:
         """Return the record of a result."""
-        return self.named(self.key) | rounded({name: result[name] for name in ("loss", "seconds")})
+        return self.named() | rounded({name: result[name] for name in ("loss", "seconds")})
 
 
 class GPT(nn.Module):
@@ -172,83 +160,57 @@ def pretrained(seed: int) -> GPT:
     return model
 
 
-def chosen(setting: str, name: str, results: Results) -> Point | None:
-    """Return the learning rate and knob with which a method is reported; None until they are chosen."""
-    return plan.tune(Run, SETTINGS[setting].tuned or setting, name, results)[1]
-
-
-def wanted(setting: str, name: str, results: Results) -> list[Run]:
-    """Return the runs to report: at every knob if the setting is tuned, otherwise at the chosen knob."""
-    point = chosen(setting, name, results)
-    if point is None:
-        return []
-    knobs = [point[1]] if SETTINGS[setting].tuned else METHODS[name].grid
-    return [Run(setting, name, point[0], knob, seed, "report") for knob in knobs for seed in SEEDS]
-
-
 def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
     """Return the missing runs that are known already, by seed, because each seed pretrains one model."""
-    runs: list[Run] = []
-    for setting, name in product(settings or SETTINGS, METHODS):
-        if not SETTINGS[setting].tuned:
-            runs += plan.tune(Run, setting, name, results)[0]
-        runs += wanted(setting, name, results)
+    runs = (run for setting in settings or SETTINGS for run in Run.todo(setting, METHODS, results))
     return sorted(results.missing(runs), key=lambda run: run.seed)
 
 
 def page(results: Results) -> str:
-    """Return a table for each complete setting; an empty text if there is none."""
-    found = {setting: reported(setting, results) for setting in SETTINGS}
-    parts = [table(setting, records, results) for setting, records in found.items() if records]
+    """Return a table for each setting whose runs are all finished; an empty text if there is none."""
+    parts = []
+    for setting in SETTINGS:
+        runs = [Run.wanted(setting, name, results) for name in METHODS]
+        keys = [run.key for found in runs for run in found]
+        if all(runs) and all(key in results for key in keys):
+            parts.append(losses_of(setting, [results.records[key] for key in keys], results))
     return "\n\n".join([CAPTION, *parts]) + "\n" if parts else ""
 
 
-def reported(setting: str, results: Results) -> list[Record]:
-    """Return the reported runs of a setting; none unless all are finished."""
-    runs = [wanted(setting, name, results) for name in METHODS]
-    keys = [run.key for found in runs for run in found]
-    complete = all(runs) and all(key in results for key in keys)
-    return [results.records[key] for key in keys] if complete else []
-
-
-def table(setting: str, records: Sequence[Record], results: Results) -> str:
+def losses_of(setting: str, records: Sequence[Record], results: Results) -> str:
     """Return the table of losses by method and knob, with X + Y minus that of replay of KL."""
-    groups = {
-        (name, knob): runs
-        for name, found in grouped("method", records).items()
-        for knob, runs in grouped("knob", found).items()
-    }
-    point = chosen(setting, "kl", results)
-    base = groups["kl", point[1] if point else None]
+    points = {name: Run.chosen(setting, name, results) or (0.0, 0.0) for name in METHODS}
+    groups = grouped(lambda run: (run["method"], run["knob"]), records)
+    base = groups["kl", points["kl"][1]]
+
+    def above(found: Sequence[Record]) -> str:
+        difference = paired(found, base, COLUMNS["X + Y"]) if found is not base else None
+        return f"{difference.mean:+.3f} ± {difference.half:.3f}" if difference else "-"
+
     rows = []
-    for (name, knob), runs in groups.items():
-        method, found = METHODS[name], compare.one_setting(runs)
-        selected = chosen(setting, name, results)
-        star = " (chosen)" if method.knob and selected and knob == selected[1] else ""
+    for (name, knob), found in groups.items():
+        method, star = METHODS[name], " (chosen)" if knob == points[name][1] else ""
         what = f"{method.title}, {method.knob} {knob:g}{star}" if method.knob else method.title
-        cells = [plus_minus(mean_std(map(column, found)), 1, 3) for column in COLUMNS.values()]
-        difference = compare.paired(found, base, COLUMNS["X + Y"]) if runs is not base else None
-        above = f"{difference.mean:+.3f} ± {difference.half:.3f}" if difference else "-"
-        seconds = plus_minus(mean_std(run["seconds"] for run in found), 1, 1)
-        rows.append([what, f"{found[0]['lr']:g}", *cells, above, seconds])
-    head = ["Method", "Learning rate", *COLUMNS, "X + Y above replay of KL", "Seconds"]
-    return f"**{SETTINGS[setting].title}**, {len(base)} seeds.\n\n{markdown_table(head, rows)}"
+        rows.append((what, found))
+    columns: dict[str, Cell] = {"Learning rate": lambda found: f"{found[0]['lr']:g}"}
+    columns |= {head: mean_of(measure, 1, 3) for head, measure in COLUMNS.items()}
+    columns |= {"X + Y above replay of KL": above, "Seconds": mean_of(lambda run: run["seconds"], 1, 1)}
+    return f"**{SETTINGS[setting].title}**, {len(base)} seeds.\n\n{table(rows, columns)}"
 
 
 @command.finishing
-def main(arguments: Sequence[str] | None, console: Console) -> None:
+def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     """Execute the missing runs, then write the tables."""
     given = parser("python -m examples.study.skill", __doc__).parse_args(arguments)
     command.check_known("setting", given.names, SETTINGS)
     results = results_of("skill", given.out)
     while not given.report and (waiting := todo(results, given.names)):
-        console.print(f"[bold]skill[/]  {len(waiting)} runs")
-        work(waiting, results.keep, given.jobs, console)
+        results.complete("skill", waiting, given.jobs, console)
     text = page(results)
     if not text:
         raise command.SetupError(f"{results.path} has no setting with all its runs")
     (given.out / "skill.md").write_text(text, encoding="utf-8")
-    console.print(f"[bold]written[/]   {given.out / 'skill.md'}")
+    return [given.out / "skill.md"]
 
 
 if __name__ == "__main__":

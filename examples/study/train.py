@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from examples.common.batch import Batch, batches, concatenate, rows
+from examples.common.metrics import Record
+from examples.common.origin import origin
 from examples.common.results import rounded
-from examples.common.workers import origin
 from examples.lora_agnews.record import Recorder
 from gemproj.torch.losses import CrossEntropy
 
 from . import streams
+from .compare import average_accuracy
 from .learners import Learner, Setup
-from .results import AnyRun, Record
+from .runs import AnyRun
 from .settings import METHODS, STREAMS
 from .streams import Stream, Task
 
@@ -26,8 +28,9 @@ OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW
 class Run(AnyRun):
     """One method on one stream."""
 
-    kind = "stream"
-    methods = METHODS
+    kind, places, methods = "stream", STREAMS, METHODS
+    brief = "average accuracy {metrics[average_accuracy]:.1%}"
+    score = staticmethod(average_accuracy)
 
     @property
     def key(self) -> str:
@@ -44,16 +47,6 @@ class Run(AnyRun):
         rates, grid = STREAMS[stream].rates, METHODS[name].grid
         return (rates[1:4], grid) if grid else (rates, (0.0,))
 
-    @staticmethod
-    def score(record: Record) -> float:
-        """Return the score: higher is better."""
-        return record["metrics"]["average_accuracy"]
-
-    @staticmethod
-    def brief(result: Mapping[str, Any]) -> str:
-        """Summarize a result in a few words."""
-        return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
-
     def __call__(self) -> dict[str, Any]:
         """Learn the stream, and return the measurements."""
         torch.set_num_threads(1)
@@ -65,8 +58,7 @@ class Run(AnyRun):
         setting = replace(STREAMS[self.where], **METHODS[self.method].changes)
         memory = {"per_task": setting.per_task, "policy": setting.policy} if self.phase == "report" else {}
         kept = {"tune": ["metrics", "diverged"], "time": ["seconds"]}.get(self.phase, set(result) - {"about"})
-        named = self.named(self.key, **memory)
-        return named | rounded({name: result[name] for name in result if name in kept})
+        return self.named(**memory) | rounded({name: result[name] for name in result if name in kept})
 
 
 def learn(run: Run, stream: Stream) -> dict[str, Any]:
@@ -106,7 +98,7 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
         else:
             diverged = not survived(partial(learner.end_task, k, stored.tasks[k]))
         record.turn("batch")
-    about = origin(stream.hashes) | {"setting": vars(setting)}
+    about = origin(**stream.hashes) | {"setting": vars(setting)}
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
 
 

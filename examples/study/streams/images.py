@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import from_numpy, nn
 
-from .. import digest
+from ...common.origin import digest
 from . import Batch, Stream, Task
 
 CLASSES = 10
@@ -75,7 +75,7 @@ def mnist1d(seed: int, tasks: int = 10, rows: int = 4_000, hidden: int = 100) ->
     x, labels = _signals(rows + TEST_ROWS)
     halves = [(part[TEST_ROWS:], part[:TEST_ROWS]) for part in (x, labels)]
     stream = _domains("permutation", lambda k, signals: signals[:, orders[k]], halves, tasks, hidden)
-    return replace(stream, hashes={"data": digest.of_arrays(x, labels)})
+    return replace(stream, hashes={"data": digest(x, labels)})
 
 
 def _domains(
@@ -101,7 +101,7 @@ def _stream(tasks: Sequence[Task], hidden: int, source: Sequence[np.ndarray]) ->
     inputs = tasks[0].train["x"].shape[1]
     layers = nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()
     model = nn.Sequential(*layers, nn.Linear(hidden, CLASSES))
-    return Stream(tasks, model, lambda model, batch: model(batch["x"]), {"data": digest.of_arrays(*source)})
+    return Stream(tasks, model, lambda model, batch: model(batch["x"]), {"data": digest(*source)})
 
 
 def _batch(x: np.ndarray, labels: np.ndarray) -> Batch:
