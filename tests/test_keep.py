@@ -216,42 +216,12 @@ def test_examples_may_be_kept_in_inference_mode():
 # --- what is refused at once ------------------------------------------------------------------------
 
 
-def tokens(model, batch):
-    """Return losses of tokens, flattened."""
-    twice = model(batch[0]).repeat_interleave(2, 0)
-    return cross_entropy(twice, batch[1].repeat_interleave(2), reduction="none")
-
-
-def without_loss(model, batch):
-    return model_loss(lambda **given: SimpleNamespace(loss=None), {"x": batch[0]})
-
-
-SHAPE = "one number for each of these 12, .*found {}.*logits.*tokens"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "text"),
-    [
-        (lambda model: 0.0, TypeError, "positional argument"),
-        (lambda model, batch: loss(model, batch).item(), TypeError, "must return a tensor; found float"),
-        (lambda model, batch: loss(model, batch["x"]), TypeError, "indices"),
-        (lambda model, batch: loss(model, batch).detach(), ValueError, r"has no gradient: .*detach\(\)"),
-        (torch.no_grad()(loss), ValueError, r"has no gradient: .*torch.no_grad\(\)"),
-        (without_loss, ValueError, r"has no loss: SimpleNamespace, for a batch with x. .*if the batch has labels"),
-        (logits, ValueError, SHAPE.format(r"\(12, 3\)")),
-        (tokens, ValueError, SHAPE.format(r"\(24,\)")),
-        (lambda model, batch: EACH(model, batch)[:, None], ValueError, SHAPE.format(r"\(12, 1\)")),
-        (lambda model, batch: EACH(model, batch)[:5], ValueError, SHAPE.format(r"\(5,\)")),
-        (Promise(loss, examples=None, tolerance=0.1), ValueError, r"one loss for each example, shape \(12,\); found \(\)"),
-    ],
-)  # fmt: skip
-def test_a_wrong_loss_is_refused_when_examples_are_kept(wrong, error, text):
-    keeper = begin(wrong)[2]
-    with pytest.raises(error, match=text) as caught:
-        keeper.keep([task(0)], name="a")
-    if hasattr(caught.value, "add_note") and "gradient" not in text and "tolerance" not in str(caught.value):
-        assert "of shapes [(12, 6), (12,)]" in "".join(caught.value.__notes__)
-    assert keeper.sets == {}
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are of Python 3.11")
+@pytest.mark.parametrize("wrong", [logits, lambda model, batch: loss(model, batch["x"])])
+def test_an_error_of_a_loss_tells_the_shapes_of_its_examples(wrong):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        begin(wrong, [task(0)])
+    assert "of shapes [(12, 6), (12,)]" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("right", [loss, EACH, lambda m, b: loss(m, b).reshape(1)])
@@ -362,11 +332,12 @@ def test_a_run_that_keeps_nothing_and_moving_statistics_are_told():
     keeper.keep([task(0)])
     with pytest.warns(UserWarning, match="layers, such as '1', move their running statistics"):
         take(model, optimizer, task(1))
-    model[1].eval()
-    keeper.remove()
-    keeper = Keeper(model, optimizer, loss)
-    keeper.keep([task(1)])
-    take(model, optimizer, task(2))
+    for quiet in (model[1].eval, lambda: setattr(model[1].train(), "momentum", 0.0)):
+        quiet()
+        keeper.remove()
+        keeper = Keeper(model, optimizer, loss)
+        keeper.keep([task(1)])
+        take(model, optimizer, task(2))
 
 
 @pytest.mark.parametrize("high", [False, True])
@@ -674,6 +645,9 @@ def test_what_a_state_lacks_is_said():
     with pytest.warns(UserWarning, match="one of 2 processes, and 1 train now: it lacks the examples"):
         more.load_state_dict(keeper.state_dict() | {"processes": 2})
     more.keep([task(1)], EACH, name="own")
+    more.keep([task(2)], name="own")
+    with pytest.raises(ValueError, match="'own' had a promise of its own"):
+        keeper.load_state_dict(more.state_dict())
     again = begin(loss)[2]
     again.keep([task(5)], EACH, name="own")  # its promise, which a state has not
     with warnings.catch_warnings():
