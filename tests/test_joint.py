@@ -274,7 +274,7 @@ def test_what_needs_a_pass_for_each_row(monkeypatch):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
 @pytest.mark.parametrize(("microbatch", "passes"), [(12, 1), (8, 2), (7, 3), (3, 6)])
-@pytest.mark.parametrize("make", [mlp, lambda: Odd(6, 3).double()])
+@pytest.mark.parametrize("make", [mlp, lambda: Odd(6, 3).double(), lambda: Around(lambda inner, x: inner(x))])
 def test_no_pass_has_more_examples_than_the_microbatch(make, microbatch, passes, scale):
     model, sets, sizes = make(), vectors(6), []
 
@@ -288,6 +288,12 @@ def test_no_pass_has_more_examples_than_the_microbatch(make, microbatch, passes,
     assert (counts[1], max(sizes) <= microbatch) == (passes, True)
     torch.testing.assert_close(joint.rows.G, alone.rows.G)
     torch.testing.assert_close(joint.rows.losses, alone.rows.losses)
+
+
+def test_much_longer_texts_are_taken_in_more_passes():
+    joint = Passes(gpt2(), CAUSAL)
+    assert [joint(texts(least=2, most=3)) for _ in range(2)][1] == 1
+    assert joint(texts(least=8, most=9)) == 3
 
 
 def distilling(model, sets):

@@ -443,6 +443,7 @@ def test_no_promise_is_kept_that_is_not_there_or_not_a_number():
     model, optimizer, keeper = begin(EACH)
     assert not keeper.report().kept
     keeper.keep([task(1)], name="a", hold_out=0.25)
+    keeper.keep([task(2)], name="b")
     assert keeper.report().kept
     take(model, optimizer, task(2))
     model.requires_grad_(False)

@@ -1,12 +1,13 @@
 """When rows are computed: a step of ``look="auto"`` needs none while no loss is forecast to pass its bound."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, begin, flat, loss, perceptron, rival, sgd, task, through_a_file  # noqa: E402
+from models import EACH, SAID, begin, flat, loss, perceptron, rival, sgd, take, task, through_a_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 from gemproj.torch import Keeper, Promise  # noqa: E402
@@ -34,16 +35,15 @@ class Looks:
 class Training:
     """Learns other labels for the points of the kept sets, and notes the steps in which each set is looked at."""
 
-    def __init__(self, look="auto", make=torch.optim.AdamW, rate=3e-3, sets=None, seed=0, **options):
-        self.model, self.clock, self.losses = perceptron(seed=seed), [-1], {}
+    def __init__(self, look="auto", make=torch.optim.AdamW, rate=3e-3, sets=None, **options):
+        self.model, self.clock, self.losses = perceptron(), [-1], {}
         self.optimizer = make(self.model.parameters(), lr=rate)
         self.keeper = None
         if look is not None:
             self.keeper = Keeper(self.model, self.optimizer, look=look, **options)
             for name, promise in ({0: Promise(SAID, tolerance=0.05)} if sets is None else sets).items():
-                of = self.losses[name] = Looks(promise.loss, self.clock)
-                given = {key: getattr(promise, key) for key in ("examples", "weight", "tolerance", "repair")}
-                self.keeper.keep([task(1, 32)], Promise(of, **given), name=name)
+                self.losses[name] = Looks(promise.loss, self.clock)
+                self.keeper.keep([task(1, 32)], replace(promise, loss=self.losses[name]), name=name)
 
     def run(self, steps):
         """Take some steps; return the weights after each of them."""
@@ -184,26 +184,23 @@ def test_sets_look_one_by_one():
 
 def test_rows_of_some_sets_are_those_of_all_sets_also_in_a_shared_pass():
     """Of four sets the first, the second and the last are due: two adjacent rows may share a pass."""
-    every = Training(1, sets={k: Promise(EACH, examples=None, tolerance=1.0) for k in range(4)})
-    every.run(1)
-    keeper = every.keeper
-    before = keeper.rows.G.clone()
-    with torch.no_grad():
-        for p in every.model.parameters():
-            p.add_(0.1)
-    names, inner = list(keeper.rows.names), every.model
+    model, optimizer, keeper = begin(EACH, [task(k, 32) for k in range(4)], tolerance=1.0)
+    take(model, optimizer, task(9))
+    rows, joint = keeper.rows, keeper._training.joint
+    before = rows.G.clone()
     sets = enumerate(keeper.sets.values())
-    draws = [Draw(kept, kept.draw(keeper._random), kept.promise.loss, k) for k, kept in sets]
-    keeper.rows.fill(inner, draws, names, joint=keeper._training.joint)
-    expected, losses = keeper.rows.G.clone(), keeper.rows.losses
-    keeper.rows.G.copy_(before)
-    keeper.rows.ages = [5] * 4
-    some = [draws[k] for k in (0, 1, 3)]
-    keeper.rows.fill(inner, some, names, joint=keeper._training.joint)
-    torch.testing.assert_close(keeper.rows.G[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-12, atol=1e-15)
-    assert torch.equal(keeper.rows.G[2], before[2])
-    torch.testing.assert_close(keeper.rows.losses[[0, 1, 3]], losses[[0, 1, 3]])
-    assert keeper.rows.ages == [0, 0, 5, 0]
+    draws = [Draw(kept, kept.draw(keeper._random), EACH, k) for k, kept in sets]
+    rows.fill(model, draws, range(4), joint=joint)
+    expected, losses = rows.G.clone(), rows.losses
+    rows.G.copy_(before)
+    rows.ages = [5] * 4
+    some = [0, 1, 3]
+    rows.fill(model, [draws[k] for k in some], range(4), joint=joint)
+    assert joint.reason is None
+    torch.testing.assert_close(rows.G[some], expected[some], rtol=1e-12, atol=1e-15)
+    assert torch.equal(rows.G[2], before[2])
+    torch.testing.assert_close(rows.losses[some], losses[some])
+    assert rows.ages == [0, 0, 5, 0]
 
 
 def test_after_a_look_that_failed_the_next_step_looks_at_all_sets():

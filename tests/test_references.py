@@ -18,6 +18,8 @@ from tests.models import (
     logits,
     perceptron,
     rival,
+    sgd,
+    take,
     task,
     through_a_file,
     tokenizer,
@@ -290,6 +292,15 @@ def test_only_without_a_tolerance_a_held_out_loss_may_be_above_its_bound_by_its_
         seen.add((line.kept, mean > line.held_bound, low > line.held_bound))
         shift(model, *-by)
     assert {(True, False, False), (tolerance is None, True, False), (False, True, True)} <= seen
+
+
+def test_an_equality_is_broken_by_a_held_out_loss_that_falls():
+    model, keeper, held = held_out(promise=Promise(EACH, equal=True))
+    for _ in range(30):
+        take(model, sgd(model.parameters()), default_collate(held.examples))
+    line = keeper.report()["old"]
+    assert line.held_out[2] < line.held_bound
+    assert not line.kept
 
 
 def test_a_single_held_out_example_has_a_verdict():
