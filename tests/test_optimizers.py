@@ -133,12 +133,14 @@ def test_the_parts_of_a_step_keep_a_tolerance_together(look):
         options = {"tolerance": 0.02, "on": "both", "look": look, "project": project}
         model, both, keeper = begin(EACH, [task(0)], make=partial(halves, first=slow, second=slow), **options)
         bound = float(EACH(model, task(0)).detach().mean()) + 0.02
-        excess[project] = []
+        excess[project] = [-0.02]
         for _ in range(60):
             model.zero_grad()
             loss(model, rival(task(0))).backward()
             for optimizer in both:
                 optimizer.step()
+            # The excess is that at the beginning of the step.
+            assert float(keeper.last.excess) == pytest.approx(excess[project][-1], abs=1e-9)
             excess[project].append(float(EACH(model, task(0)).detach().mean()) - bound)
     assert excess[False][-1] > 0.1
     assert max(excess[True]) < 0.002

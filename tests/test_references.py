@@ -189,7 +189,7 @@ def test_other_generation_configs():
     others = {"return_dict_in_generate": True, "num_return_sequences": 2, "stop_strings": ["s", "e"]}
     for name, value in ({"do_sample": True} | others).items():
         setattr(model.generation_config, name, value)
-    texts = [one["input_ids"] for one in write(model, words, tokens=40)]
+    texts = [one["input_ids"] for one in write(model, words, n=20, tokens=40)]
     assert len(set(map(len, texts))) > 1
     assert all(one[-1] != words.pad_token_id for one in texts)
 
@@ -204,6 +204,14 @@ def test_the_chat_template_of_a_processor(template):
     processor = SimpleNamespace(tokenizer=words, chat_template=template)
     assert "assistant" in words.decode(write(model, processor, n=1)[0]["input_ids"]).split()
     assert words.chat_template is None
+
+
+def test_a_text_is_taken_once(monkeypatch):
+    model, words = tools()
+    two = torch.stack([torch.arange(2, 14), torch.arange(14, 2, -1)] * 2)
+    monkeypatch.setattr(model, "generate", lambda input_ids, **given: torch.cat([input_ids, two], 1))
+    with pytest.raises(ValueError, match="Only 2 of 20 texts"):
+        write(model, words)
 
 
 def test_useless_texts_are_refused():
