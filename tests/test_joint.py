@@ -64,6 +64,7 @@ class Passes:
     def __init__(self, model, loss=EACH, shared=True):
         self.model, self.loss = model, loss
         self.rows = Rows(ParameterVector(model.named_parameters()))
+        self.rows.buffer = self.rows.buffer.new_full((3, self.rows.vector.d), torch.nan)  # seen if it stays
         self.joint = SharedPasses() if shared else None
 
     def __call__(self, sets, **options):

@@ -189,9 +189,10 @@ def test_other_generation_configs():
     others = {"return_dict_in_generate": True, "num_return_sequences": 2, "stop_strings": ["s", "e"]}
     for name, value in ({"do_sample": True} | others).items():
         setattr(model.generation_config, name, value)
-    texts = [one["input_ids"] for one in write(model, words, n=20, tokens=40)]
+    texts = [one["input_ids"] for one in write(model, words, tokens=40)]
     assert len(set(map(len, texts))) > 1
     assert all(one[-1] != words.pad_token_id for one in texts)
+    assert _Writer(model, words, 9, 1.0)._ended([5, 3, words.pad_token_id]) == [5, 3]
 
 
 PARTS = "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
