@@ -1,6 +1,7 @@
 """What each process checks of rows: they are those of all examples, whatever each process keeps and holds."""
 
 import copy
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ from checks_training import fsdp
 from models import (
     EACH,
     SAID,
+    begin,
     cosines,
     flat,
     gradient,
@@ -21,7 +23,6 @@ from models import (
     take,
     task,
     through_a_file,
-    trainable,
     whole,
 )
 from models import perceptron as net
@@ -37,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 import gemproj
-from gemproj.torch import Keeper, Promise
+from gemproj.torch import Promise
 from gemproj.torch.vector import local
 
 
@@ -48,11 +49,7 @@ def past_of_all(dtype=torch.float64):
 
 def kept(model, past, loss=loss, make=sgd, **options):
     """Return an optimizer, and a keeper of this process's part of past tasks."""
-    optimizer = make(trainable(model))
-    keeper = protect(model, optimizer, loss, **options)
-    for batch in past:
-        keeper.keep([batch])
-    return optimizer, keeper
+    return begin(loss, past, model=model, make=make, **options)[1:]
 
 
 def sharded(**options):
@@ -292,9 +289,9 @@ def looks_are_in_the_steps_of_one_process():
         (DistributedDataParallel, share, None),
         (lambda model: model, everything, alone()),
     ):
-        model = spread(net())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        keeper = Keeper(model, optimizer, look="auto", process_group=group)
+        options = {"look": "auto", "on": "both", "process_group": group}
+        make = partial(torch.optim.AdamW, lr=3e-3)
+        model, optimizer, keeper = begin(SAID, model=spread(net()), make=make, **options)
         for name, tolerance in (("a", 0.02), ("b", 0.2)):
             keeper.keep([part(task(1, 32))], Promise(SAID, examples=None, tolerance=tolerance), name=name)
         looks = []

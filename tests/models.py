@@ -124,11 +124,14 @@ def protect(model, optimizer, loss=loss, **options):
     return Keeper(model, optimizer, promise, **{"on": "gradient"} | options)
 
 
-def begin(loss=loss, *, model=None, make=sgd, **options):
-    """Return a model, its optimizer, and a keeper for both, with these options."""
+def begin(loss=loss, tasks=(), *, model=None, make=sgd, **options):
+    """Return a model, its optimizer, and a keeper of tasks with these options; of several, names may be given."""
     model = perceptron() if model is None else model
     optimizer = make(model.parameters())
-    return model, optimizer, protect(model, optimizer, loss, **options)
+    keeper = protect(model, optimizer, loss, **options)
+    for name, one in tasks.items() if isinstance(tasks, dict) else enumerate(tasks):
+        keeper.keep([one], name=name)
+    return model, optimizer, keeper
 
 
 def trainable(model):

@@ -431,6 +431,8 @@ def test_packed_rows_are_one_loss_for_each_example(shift):
     loss, flat = CrossEntropy(said, shift=shift), flattened(texts(lengths=[6, 7, 8, 5]))
     packed = {name: leaf.view(2, 13) for name, leaf in flat.items()}
     torch.testing.assert_close(loss(Reader(1), packed), loss(Reader(1), flat))
+    kept = keep([packed], Promise(loss, tolerance=0.1), microbatch=1)  # as one example each
+    torch.testing.assert_close(kept.losses, loss(Reader(), packed).detach().view(2, 2).mean(1))
 
 
 def token_mean(model, batch):

@@ -22,7 +22,7 @@ from frameworks import (  # noqa: E402
     adamw,
     batches,
 )
-from models import adapted, assert_same_weights, flat, perceptron, promises  # noqa: E402
+from models import EACH, adapted, assert_same_weights, flat, perceptron, promises  # noqa: E402
 from models import loss as mean_loss  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
@@ -38,20 +38,20 @@ loops = pytest.mark.parametrize("kind", LOOPS)
 
 def numbers(last):
     """Return what is logged about a step."""
-    found = {name: getattr(last, f"num_{name}") for name in ("violations", "active") if name == "active"}
-    found |= {"violations": last.num_violated, "cosine": last.cosine, "worst_cosine": last.worst_cosine}
+    found = {"violations": last.num_violated, "active": last.num_active}
+    found |= {"cosine": last.cosine, "worst_cosine": last.worst_cosine}
     if last.excess is not None:
         found["excess"] = float(last.excess.max())
     return {f"keep/{name}": value for name, value in found.items()}
 
 
-def compare(kind, folder, promise=ALL, precision=None, make=Net, change=list, atol=1e-9, **options):
+def compare(kind, folder, promise=ALL, precision=None, make=Net, change=list, atol=1e-9, n=6, **options):
     """Learn three tasks in a framework and in a plain loop, which must come to the same; return both drivers."""
     plain = Plain(folder, promise, precision, make(precision), like=kind, **options)
     driver = kind(folder, promise, precision, make(precision), **options)
     dtype = next(plain.model.parameters()).dtype
     for k in range(3):
-        data = batches(k, dtype=dtype)
+        data = batches(k, n, dtype)
         for one in (plain, driver):
             one.train(change(data))
             one.keep(data)
@@ -64,6 +64,8 @@ def compare(kind, folder, promise=ALL, precision=None, make=Net, change=list, at
     assert plain.active > 2  # or a loop without rows would do the same
     assert_same_weights(driver.model, plain.model, atol)
     assert list(driver.keeper.sets) == [0, 1, 2]
+    looks, expected = ([line.looks for line in one.keeper.report().values()] for one in (driver, plain))
+    assert looks == expected
     assert driver.norms in ([], pytest.approx(plain.norms, rel=1e-4, nan_ok=True))
     return plain, driver
 
@@ -90,6 +92,14 @@ def test_steps_are_those_of_a_plain_loop(kind, promise, options, tmp_path):
 @pytest.mark.parametrize(("promise", "options"), promises())
 def test_promises_are_those_of_a_plain_loop(kind, promise, options, tmp_path):
     compare(kind, tmp_path, promise, **options)
+
+
+@loops
+def test_with_auto_rows_are_computed_in_the_steps_of_a_plain_loop(kind, tmp_path):
+    promise = Promise(EACH, examples=None, tolerance=0.5)
+    _, driver = compare(kind, tmp_path, promise, n=24, look="auto", on="both")
+    line = driver.keeper.report()[0]
+    assert 1 < line.looks < line.steps == 24
 
 
 @loops

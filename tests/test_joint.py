@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, take, task  # noqa: E402
+from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, sgd, take, task  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -64,6 +64,7 @@ class Passes:
     def __init__(self, model, loss=EACH, shared=True):
         self.model, self.loss = model, loss
         self.rows = Rows(ParameterVector(model.named_parameters()))
+        self.rows.buffer = self.rows.buffer.new_full((3, self.rows.vector.d), torch.nan)  # seen if it stays
         self.joint = SharedPasses() if shared else None
 
     def __call__(self, sets, **options):
@@ -96,6 +97,13 @@ def compared(model, sets, loss=EACH, rtol=1e-12, **options):
     return way, joint.joint.reason
 
 
+@torch.no_grad()
+def shift(model, size):
+    """Move all weights at random."""
+    for p in model.parameters():
+        p.add_(size * torch.randn_like(p))
+
+
 def mlp(middle=nn.Tanh, dtype=torch.float64):
     return nn.Sequential(nn.Linear(6, 5), middle(), nn.Linear(5, 3)).to(dtype)
 
@@ -110,9 +118,7 @@ class Ours(nn.Module):
         self.up, self.down, self.spare = nn.Linear(7, 9), nn.Linear(9, 7), nn.Linear(2, 2)
         self.head = nn.Linear(7, 7, bias=False)
         self.head.weight = self.words.weight
-        with torch.no_grad():
-            for p in self.parameters():
-                p.add_(0.1 * torch.randn_like(p))
+        shift(self, 0.1)
         self.double()
 
     def block(self, x):
@@ -269,7 +275,7 @@ def test_what_needs_a_pass_for_each_row(monkeypatch):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
 @pytest.mark.parametrize(("microbatch", "passes"), [(12, 1), (8, 2), (7, 3), (3, 6)])
-@pytest.mark.parametrize("make", [mlp, lambda: Odd(6, 3).double()])
+@pytest.mark.parametrize("make", [mlp, lambda: Odd(6, 3).double(), lambda: Around(lambda inner, x: inner(x))])
 def test_no_pass_has_more_examples_than_the_microbatch(make, microbatch, passes, scale):
     model, sets, sizes = make(), vectors(6), []
 
@@ -285,17 +291,27 @@ def test_no_pass_has_more_examples_than_the_microbatch(make, microbatch, passes,
     torch.testing.assert_close(joint.rows.losses, alone.rows.losses)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_stored_outputs_belong_to_their_rows_and_rounding_is_not_compared(dtype):
-    model, sets = mlp(dtype=dtype), vectors(6, dtype=dtype)
+def test_much_longer_texts_are_taken_in_more_passes():
+    joint = Passes(gpt2(), CAUSAL)
+    assert [joint(texts(least=2, most=3)) for _ in range(2)][1] == 1
+    assert joint(texts(least=8, most=9)) == 3
+
+
+def distilling(model, sets):
+    """Store outputs, and look while rows are rounding; return the passes when the weights are others."""
     for kept in sets:
         kept.outputs = list(SAID.outputs(model, default_collate(kept.examples)))
     joint = Passes(model, SAID)
     joint(sets)
     assert "losses are zero" in joint.joint.reason
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn_like(p))
+    shift(model, 0.3)
+    return joint
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_stored_outputs_belong_to_their_rows_and_rounding_is_not_compared(dtype):
+    model, sets = mlp(dtype=dtype), vectors(6, dtype=dtype)
+    joint = distilling(model, sets)
     joint(sets)
     (plan,) = joint.joint._plans.values()
     assert plan.way is not None
@@ -315,13 +331,7 @@ class TimeFirst(nn.Module):
 
 def test_rows_that_are_rounding_at_first_are_compared_later():
     model, sets = TimeFirst(), vectors(12, 6)
-    for kept in sets:
-        kept.outputs = list(SAID.outputs(model, default_collate(kept.examples)))
-    alone, joint = Passes(model, SAID, shared=False), Passes(model, SAID)
-    joint(sets)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn_like(p))
+    joint, alone = distilling(model, sets), Passes(model, SAID, shared=False)
     for _ in range(2):
         joint(sets)
         alone(sets)
@@ -337,15 +347,12 @@ def test_rows_that_are_zero_at_first_are_compared_later():
 
     model = nn.Linear(2, 1, bias=False).double()
     nn.init.zeros_(model.weight)
-    model, optimizer, keeper = begin(hinge, model=model)
-    optimizer.param_groups[0]["lr"] = 0.5
-    for x in ([[1.0, 0.0], [2.0, 0.0]], [[0.0, 1.0], [0.0, 3.0]]):
-        keeper.keep([torch.tensor(x).double()])
+    tasks = torch.tensor([[[1.0, 0.0], [2.0, 0.0]], [[0.0, 1.0], [0.0, 3.0]]]).double()
+    _, optimizer, keeper = begin(hinge, tasks, model=model, make=lambda p: sgd(p, 0.5))
     for _ in range(3):
         optimizer.zero_grad()
         (-model(torch.ones(1, 2).double()).sum()).backward()
-        given = [torch.stack(kept.examples) for kept in keeper.sets.values()]
-        expected = rows([hinge(model, x).mean() for x in given], model.parameters(), flat=True)
+        expected = rows([hinge(model, x).mean() for x in tasks], model.parameters(), flat=True)
         optimizer.step()
         torch.testing.assert_close(keeper.rows.G, expected)
     assert keeper.rows.G.any()
@@ -358,9 +365,8 @@ def test_a_new_set_is_compared_again():
         x, y = task(1, 4)
         return {"x": x, "y": y, "head": torch.full((4,), head)}
 
-    model, optimizer, keeper = begin(lambda m, b: EACH(m, b) * (1 + b["head"].max()), model=mlp())
-    for k in range(3):
-        keeper.keep([examples()], name=k)
+    of_head = lambda m, b: EACH(m, b) * (1 + b["head"].max())  # noqa: E731
+    model, optimizer, keeper = begin(of_head, [examples()] * 3, model=mlp())
     for way in ("layers", "vmap"):
         for _ in range(2):
             take(model, optimizer, task(5))

@@ -59,6 +59,7 @@ def test_batches_are_changed_by_hooks_as_for_training(of, hook, tmp_path):
     kept = driver.keeper.sets["a"]
     batch, outputs = kept.fetch(list(range(len(kept))), None)
     torch.testing.assert_close(outputs, SAID.outputs(before, {"x": 2 * batch["x"]}))
+    assert float(kept.losses.abs().max()) < 1e-6
     assert float(driver.keeper.last.losses.abs().max()) < 1e-6  # of the same batch, changed once
 
 

@@ -90,13 +90,15 @@ def test_no_view_holds_a_data_set_and_no_draw_changes_what_is_kept(loaded):
 
     def spoiling(some):
         for one in some:
+            one["tokens"].append(len(one["tokens"]))
+            assert one["tokens"] == [0]
             seen.append(one["x"].untyped_storage().nbytes())
             one["x"] += 7.0
         xs, ys = [one["x"] for one in some], [one.pop("a") for one in some]
         return {"x": torch.stack(xs), "a": torch.stack(ys)}
 
     big, table = torch.zeros(1000, 4), np.zeros((1000, 4), np.float32)
-    data = [{"x": big[k], "a": table[k]} for k in range(20)]
+    data = [{"x": big[k], "a": table[k], "tokens": []} for k in range(20)]
     data = DataLoader(data, batch_size=5, collate_fn=spoiling) if loaded else data
     kept = keep(data, None if loaded else spoiling).sets["a"]
     big += 1.0

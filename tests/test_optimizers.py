@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 
@@ -28,17 +29,20 @@ from torch import nn  # noqa: E402
 
 from gemproj.torch import detach  # noqa: E402
 
-
-def keep_two(keeper):
-    for k in range(2):
-        keeper.keep([task(k)], name=k)
-    return keeper
+BOTH = [task(0), task(1)]
 
 
-def forgets(model):
-    """Compute the gradient of learning what both tasks forbid, and something else."""
+def halves(parameters, first=sgd, second=sgd):
+    """Make an optimizer for each layer."""
+    held = list(parameters)
+    return [first(held[:2]), second(held[2:])]
+
+
+def forget(model, optimizers=()):
+    """Compute the gradient of learning what both tasks forbid, and something else; take a step with each."""
     model.zero_grad()
     (loss(model, rival(task(5))) - loss(model, task(0)) - loss(model, task(1))).backward()
+    return moved(model, lambda: [optimizer.step() for optimizer in optimizers])
 
 
 def hooks(optimizer):
@@ -52,20 +56,18 @@ def test_a_second_keeper_waits_for_the_first_one_to_go():
         protect(model, optimizer)
     detach(optimizer)
     assert not hooks(optimizer)
-    keeper = keep_two(protect(model, optimizer))
+    keeper = protect(model, optimizer)
+    keeper.keep([task(0)])
     keeper.remove()
     assert not hooks(optimizer)
-    forgets(model)
-    torch.testing.assert_close(moved(model, optimizer.step), 0.1 * gradient(model))
+    torch.testing.assert_close(forget(model, [optimizer]), 0.1 * gradient(model))
     protect(model, optimizer)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_is_attached_to_nothing(duplicate):
-    model, optimizer, keeper = begin(EACH)
-    keep_two(keeper)
-    forgets(model)
-    optimizer.step()
+    model, optimizer, keeper = begin(EACH, BOTH)
+    forget(model, [optimizer])
     other = duplicate(keeper)
     other.remove()
     assert len(hooks(optimizer)) == 2
@@ -77,13 +79,10 @@ def test_a_copy_is_attached_to_nothing(duplicate):
 
 
 def test_nothing_outlives_the_optimizer():
-    model = perceptron()
-    optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
-    keeper = keep_two(protect(model, optimizers))
-    for optimizer in optimizers:
-        optimizer.step()
+    model, optimizers, keeper = begin(loss, BOTH, make=halves)
+    forget(model, optimizers)
     left = [weakref.ref(one) for one in (*optimizers, keeper)]
-    del optimizers, optimizer, keeper
+    del optimizers, keeper
     gc.collect()
     assert [one() for one in left] == [None, None, None]
 
@@ -92,37 +91,32 @@ def test_nothing_outlives_the_optimizer():
 
 
 @pytest.mark.parametrize("on", ["gradient", "step", "both"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_several_optimizers_keep_promises_together_and_count_one_step(on, turned):
-    model = perceptron()
-    optimizers = [sgd(model[0].parameters()), torch.optim.AdamW(model[2].parameters(), lr=0.01)]
-    if turned:
-        optimizers.reverse()
-    keeper = keep_two(protect(model, optimizers, on=on))
-    for _ in range(3):
-        G = rows(model, [task(0), task(1)])
-        forgets(model)
+@pytest.mark.parametrize(("turned", "look"), [(False, 1), (True, 1), (False, 3)])
+def test_several_optimizers_keep_promises_together_and_count_one_step(on, turned, look):
+    def make(parameters):
+        return halves(parameters, second=partial(torch.optim.AdamW, lr=0.01))[:: -1 if turned else 1]
+
+    model, optimizers, keeper = begin(loss, BOTH, make=make, on=on, look=look)
+    for k in range(4):
+        G = rows(model, BOTH)
+        forget(model)
         assert (G @ gradient(model) < 0).any()
-        before = flat(model)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert keeper.last.age == 0
-        torch.testing.assert_close(keeper.rows.G, G)  # one look for both
-        step = before - flat(model)
-        torch.testing.assert_close(keeper.last.cosines, cosines(G, step))
+        step = forget(model, optimizers)
+        assert keeper.last.age == k % look
+        if keeper.last.age == 0:
+            torch.testing.assert_close(keeper.rows.G, G)  # one look for both
+        torch.testing.assert_close(keeper.last.cosines, cosines(keeper.rows.G, step))
         assert on == "gradient" or keeper.last.worst_cosine > -1e-12
     report = keeper.report()
-    assert [line.steps for line in report.values()] == [3, 3]
+    assert [line.steps for line in report.values()] == [4, 4]
     assert report[0].would_break == 1.0
     assert on == "gradient" or report[0].broke == 0.0
 
 
 @pytest.mark.parametrize("on", ["gradient", "step", "both"])
 def test_no_part_of_a_step_is_taken_if_the_gradient_of_another_is_not_finite(on):
-    model = perceptron()
-    optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
-    keep_two(protect(model, optimizers, on=on))
-    forgets(model)
+    model, optimizers, _ = begin(loss, BOTH, make=halves, on=on)
+    forget(model)
     model[2].bias.grad[0] = torch.inf
     before = flat(model)
     with pytest.raises(ValueError, match=r"The gradient of 2.bias is not finite"):
@@ -135,17 +129,18 @@ def test_the_parts_of_a_step_keep_a_tolerance_together(look):
     """The part of the second optimizer gets the slack that the first one has left."""
     excess = {}
     for project in (False, True):
-        model = perceptron()
-        both = [torch.optim.AdamW(part.parameters(), lr=0.003) for part in (model[0], model[2])]
-        keeper = protect(model, both, EACH, tolerance=0.02, on="both", look=look, project=project)
-        keeper.keep([task(0)])
+        slow = partial(torch.optim.AdamW, lr=0.003)
+        options = {"tolerance": 0.02, "on": "both", "look": look, "project": project}
+        model, both, keeper = begin(EACH, [task(0)], make=partial(halves, first=slow, second=slow), **options)
         bound = float(EACH(model, task(0)).detach().mean()) + 0.02
-        excess[project] = []
+        excess[project] = [-0.02]
         for _ in range(60):
             model.zero_grad()
             loss(model, rival(task(0))).backward()
             for optimizer in both:
                 optimizer.step()
+            # The excess is that at the beginning of the step.
+            assert float(keeper.last.excess) == pytest.approx(excess[project][-1], abs=1e-9)
             excess[project].append(float(EACH(model, task(0)).detach().mean()) - bound)
     assert excess[False][-1] > 0.1
     assert max(excess[True]) < 0.002
@@ -154,17 +149,14 @@ def test_the_parts_of_a_step_keep_a_tolerance_together(look):
 
 
 def test_a_weight_is_added_once_in_each_part():
-    model = perceptron()
-    both = [sgd(model[0].parameters()), sgd(model[2].parameters())]
-    keep_two(keeper := protect(model, both, weight=0.5))
-    G = rows(model, [task(0), task(1)])
-    forgets(model)
-    before, g, split = flat(model), gradient(model), flat(model[0]).numel()
-    for optimizer in both:
-        optimizer.step()
+    model, both, keeper = begin(loss, BOTH, make=halves, weight=0.5)
+    G, split = rows(model, BOTH), flat(model[0]).numel()
+    forget(model)
+    g = gradient(model)
+    step = forget(model, both)
     assert keeper.last.num_violated
     for part in (slice(0, split), slice(split, None)):
-        lam = torch.linalg.lstsq(G[:, part].T, ((before - flat(model)) / 0.1 - g)[part]).solution
+        lam = torch.linalg.lstsq(G[:, part].T, (step / 0.1 - g)[part]).solution
         assert float(lam.min()) > 0.5 - 1e-9
 
 
@@ -173,22 +165,22 @@ TURNS = {"turns": [0, 1, 0, 1], "another rate": [0, 1, 1, 0, 1, 1, 0]}
 
 @pytest.mark.parametrize("case", [*TURNS, "closures", "a new set", "an error"])
 def test_optimizers_with_backward_passes_of_their_own_have_rows_of_their_own(case):
-    model, failing = perceptron(), []
+    failing, tasks = [], [*BOTH]
 
     def unlucky(model, batch):
         if failing:
             raise RuntimeError("no memory")
         return loss(model, batch)
 
-    both = [sgd(part.parameters(), 0.5) for part in (model[0], model[2])]
-    keeper, tasks = keep_two(protect(model, both, unlucky)), [task(0), task(1)]
+    fast = partial(sgd, rate=0.5)
+    model, both, keeper = begin(unlucky, BOTH, make=partial(halves, first=fast, second=fast))
 
     def step(which, within=False):
         """Take a step after a backward pass of its own, perhaps in a closure."""
         G = rows(model, tasks)
         if not within:
-            forgets(model)
-        step = moved(model, lambda: both[which].step(*[lambda: forgets(model)] * within))
+            forget(model)
+        step = moved(model, lambda: both[which].step(*[lambda: forget(model)] * within))
         assert step.any()
         assert len(keeper.last.names) == len(G)
         assert float((G @ step).min()) > -1e-12
@@ -198,7 +190,7 @@ def test_optimizers_with_backward_passes_of_their_own_have_rows_of_their_own(cas
         keeper.keep([task(2)])
         tasks.append(task(2))
     elif case == "an error":
-        forgets(model)
+        forget(model)
         failing.append(True)
         with pytest.raises(RuntimeError, match="no memory"):
             both[0].step()
@@ -242,8 +234,7 @@ def test_parameters_that_change_are_seen_at_the_next_step(change, on):
     def in_its_dtype(model, batch):
         return loss(model, (batch[0].to(model[0].weight.dtype), batch[1]))
 
-    model, optimizer, keeper = begin(in_its_dtype, model=model, make=sgd, look=4, on=on)
-    keeper.keep([task(1)], name="old")
+    model, optimizer, keeper = begin(in_its_dtype, {"old": task(1)}, model=model, look=4, on=on)
     loss(model, task(5)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -270,20 +261,8 @@ def test_parameters_that_change_are_seen_at_the_next_step(change, on):
     assert keeper.report()["old"].steps == 4
 
 
-def test_rows_grow_older_by_one_in_a_step_of_several_optimizers():
-    model = perceptron()
-    optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
-    keeper = keep_two(protect(model, optimizers, look=3))
-    for step in range(5):
-        forgets(model)
-        for optimizer in optimizers:
-            optimizer.step()
-            assert keeper.last.age == step % 3
-
-
 def test_rows_are_those_of_the_sets_at_hand():
-    model, optimizer, keeper = begin(make=lambda p: sgd(p, 0.0), look=5)
-    keep_two(keeper)
+    model, optimizer, keeper = begin(loss, BOTH, make=lambda p: sgd(p, 0.0), look=5)
     for change, left in (
         (lambda: keeper.forget(0), [task(1)]),
         (lambda: keeper.keep([task(2)], name=0), [task(1), task(2)]),
@@ -292,8 +271,7 @@ def test_rows_are_those_of_the_sets_at_hand():
     ):
         change()
         for _ in range(2):  # computed anew once
-            forgets(model)
-            optimizer.step()
+            forget(model, [optimizer])
             torch.testing.assert_close(keeper.rows.G, rows(model, left))
     with pytest.raises(KeyError, match="no set is named 'x'"):
         keeper.forget("x")

@@ -10,7 +10,20 @@ from torch.utils.data import default_collate
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.references import _Writer, write_references
-from tests.models import adapted, flat, language_model, logits, perceptron, rival, sgd, task, tokenizer
+from tests.models import (
+    adapted,
+    begin,
+    flat,
+    language_model,
+    logits,
+    perceptron,
+    rival,
+    sgd,
+    take,
+    task,
+    through_a_file,
+    tokenizer,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <end> ' }}{% endfor %}"
@@ -179,6 +192,7 @@ def test_other_generation_configs():
     texts = [one["input_ids"] for one in write(model, words, tokens=40)]
     assert len(set(map(len, texts))) > 1
     assert all(one[-1] != words.pad_token_id for one in texts)
+    assert _Writer(model, words, 9, 1.0)._ended([5, 3, words.pad_token_id]) == [5, 3]
 
 
 PARTS = "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
@@ -193,6 +207,14 @@ def test_the_chat_template_of_a_processor(template):
     assert words.chat_template is None
 
 
+def test_a_text_is_taken_once(monkeypatch):
+    model, words = tools()
+    two = torch.stack([torch.arange(2, 14), torch.arange(14, 2, -1)] * 2)
+    monkeypatch.setattr(model, "generate", lambda input_ids, **given: torch.cat([input_ids, two], 1))
+    with pytest.raises(ValueError, match="Only 2 of 20 texts"):
+        write(model, words)
+
+
 def test_useless_texts_are_refused():
     model, words = tools()
     with torch.no_grad():
@@ -205,90 +227,60 @@ def test_useless_texts_are_refused():
         write(perceptron(), words)
 
 
-def test_hold_out():
-    """Held-out examples are never drawn, and the report says their loss with an interval around it."""
-    model = perceptron()
-    keeper = Keeper(model, sgd(model.parameters()))
-    batch = task(0, 50)
-    keeper.keep([batch], Promise(CrossEntropy(logits, labels=1), tolerance=0.1), name="old", hold_out=0.2)
-    kept = keeper.sets["old"]
-    both = torch.stack([x for x, _ in [*kept.examples, *kept.held.examples]])
-    assert (len(kept), len(kept.held)) == (40, 10)
-    assert sorted(map(tuple, both.tolist())) == sorted(map(tuple, batch[0].tolist()))
-    line = keeper.report()["old"]
-    mean, low, high = line.held_out
-    assert mean == low == high == pytest.approx(float(kept.held.losses.mean()))  # nothing has moved
-    assert keeper.report().kept
+# --- sets that are held out -------------------------------------------------------------------------
+
+EACH = CrossEntropy(logits, labels=1)
+
+
+def held_out(n=40, promise=EACH, share=0.5):
+    """Return a model, a keeper of n examples, of which a share is held out, and these."""
+    model, _, keeper = begin(Promise(EACH))
+    keeper.keep([task(0, n)], promise, name="old", hold_out=share)
+    return model, keeper, keeper.sets["old"].held
+
+
+def shift(model, *by):
     with torch.no_grad():
-        model[2].bias.add_(torch.tensor([9.0, 0.0, 0.0]))
+        model[2].bias.add_(torch.tensor(by))
+
+
+def test_held_out_examples_are_kept_apart():
+    _, keeper, held = held_out(50, share=0.2)
+    both = torch.stack([x for x, _ in [*keeper.sets["old"].examples, *held.examples]])
+    assert (len(keeper.sets["old"]), len(held)) == (40, 10)
+    assert sorted(map(tuple, both.tolist())) == sorted(map(tuple, task(0, 50)[0].tolist()))
+
+
+def test_the_verdict_is_that_of_the_held_out_examples():
+    model, keeper, held = held_out(promise=Promise(EACH, tolerance=0.1))
     mean, low, high = keeper.report()["old"].held_out
-    x, y = default_collate(kept.held.examples)
-    now = torch.nn.functional.cross_entropy(model(x), y).detach()
-    assert mean == pytest.approx(float(now))
+    assert mean == low == high == pytest.approx(float(held.losses.mean()))  # nothing has moved
+    assert keeper.report().kept
+    shift(model, 9.0, 0.0, 0.0)
+    mean, low, high = keeper.report()["old"].held_out
+    assert mean == pytest.approx(float(EACH(model, default_collate(held.examples)).detach().mean()))
     assert low < mean < high
     assert not keeper.report().kept
     assert "not kept" in repr(keeper.report())
-    keeper.keep(
-        [task(0, 2)], Promise(CrossEntropy(logits, labels=1), tolerance=0.1), name="two", hold_out=0.5
-    )
-    mean, low, high = keeper.report()["two"].held_out
-    assert (math.isfinite(mean), low, high) == (True, -math.inf, math.inf)  # one example has no interval
-    keeper.keep([task(0, 2)], Promise(CrossEntropy(logits, labels=1)), name="free", hold_out=0.5)
-    with torch.no_grad():
-        model[2].bias.add_(torch.tensor([0.0, 9.0, -9.0]))
-    rose = {name: line.held_out[0] > line.held_bound for name, line in keeper.report().items()}
-    assert rose["free"]
-    assert {name: not line.kept for name, line in keeper.report().items()} == rose
-    keeper.keep([task(0, 2)], 0.3, name="two")  # a tolerance alone takes the rest of the set's promise
-    assert keeper.sets["two"].promise.allowed == 0.3
-    assert isinstance(keeper.sets["two"].promise.loss, CrossEntropy)
-    with pytest.raises(ValueError, match="hold_out must be a share"):
-        keeper.keep([batch], hold_out=1.5)
 
 
-@pytest.mark.parametrize("n", [5, 10, 40])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 10, 40])
 def test_interval(n):
     """Student's, of the mean difference from the losses when kept; of one example nothing is known."""
     stats = pytest.importorskip("scipy.stats")
-    model = perceptron()
-    keeper = Keeper(model, sgd(model.parameters()))
-    for name, some in (("old", 2 * n), ("one", 2)):
-        keeper.keep([task(0, some)], CrossEntropy(logits, labels=1), name=name, hold_out=0.5)
-    held = keeper.sets["old"].held
-    with torch.no_grad():
-        model[2].bias.add_(torch.tensor([1.0, 0.0, -1.0]))
-        x, y = default_collate(held.examples)
-        rise = torch.nn.functional.cross_entropy(model(x), y, reduction="none") - held.losses
+    model, keeper, held = held_out(2 * n)
+    shift(model, 1.0, 0.0, -1.0)
+    now = EACH(model, default_collate(held.examples)).detach()
     mean, low, high = keeper.report()["old"].held_out
-    assert mean == pytest.approx(float((held.losses + rise).mean()))
-    half = stats.t.ppf(0.975, n - 1) * float(rise.std()) / n**0.5
+    assert mean == pytest.approx(float(now.mean()))
+    half = math.inf if n == 1 else stats.t.ppf(0.975, n - 1) * float((now - held.losses).std()) / n**0.5
     assert [mean - low, high - mean] == pytest.approx([half, half], rel=0.02)  # of an expansion
-    assert keeper.report()["one"].held_out[1:] == (-float("inf"), float("inf"))
-
-
-def test_a_held_out_loss_may_be_above_its_bound_by_its_interval_where_there_is_no_tolerance():
-    seen = []
-    for tolerance in (None, 0.01):
-        for step in ([0.2, 0.0, -0.2], [-0.2, 0.0, 0.2], [0.2, -0.2, 0.0], [-0.2, 0.2, 0.0], [4.0, 0.0, 0.0]):
-            model = perceptron()
-            keeper = Keeper(model, sgd(model.parameters()))
-            promise = Promise(CrossEntropy(logits, labels=1), tolerance=tolerance)
-            keeper.keep([task(0, 40)], promise, name="old", hold_out=0.5)
-            with torch.no_grad():
-                model[2].bias.add_(torch.tensor(step))
-            line = keeper.report()["old"]
-            mean, low, _ = line.held_out
-            assert line.kept == ((mean if tolerance else low) <= line.held_bound)
-            seen.append((line.kept, mean > line.held_bound))
-    assert {(True, True), (False, True), (True, False)} <= set(seen[:5])
-    assert (True, True) not in seen[5:]
 
 
 def test_an_interval_of_examples_that_have_moved_alike_is_a_point():
     """To rounding, which must not become the root of a negative number."""
     for n in range(3, 20):
-        model = torch.nn.Linear(1, 1).double()
-        keeper = Keeper(model, sgd(model.parameters()), lambda m, x: m.bias + 0.0 * x[:, 0])
+        model, _, keeper = begin(lambda m, x: m.bias + 0.0 * x[:, 0], model=torch.nn.Linear(1, 1).double())
         keeper.keep([torch.ones(2 * n, 1).double()], hold_out=0.5)
         with torch.no_grad():
             model.bias.add_(0.1)
@@ -296,47 +288,51 @@ def test_an_interval_of_examples_that_have_moved_alike_is_a_point():
         assert [low, high] == pytest.approx([mean, mean], abs=1e-7)
 
 
-def test_the_interval_of_few_examples_is_students():
-    for n, quantile in ((2, 12.706), (3, 4.303), (4, 3.182), (11, 2.228)):
-        model = torch.nn.Linear(1, 1).double()
-        keeper = Keeper(model, sgd(model.parameters()), lambda m, x: m.bias * x[:, 0])
-        keeper.keep([torch.arange(2.0 * n).double()[:, None]], hold_out=0.5)
-        with torch.no_grad():
-            model.bias.add_(1.0)
-        held, (mean, low, _) = keeper.sets[0].held, keeper.report()[0].held_out
-        half = quantile * float(torch.stack(held.examples).std() / n**0.5)
-        assert mean - low == pytest.approx(half, rel=0.02)
-
-
-def test_a_tolerance_of_zero_is_one():
-    model = perceptron()
-    keeper = Keeper(model, sgd(model.parameters()))
-    keeper.keep(
-        [task(0, 40)], Promise(CrossEntropy(logits, labels=1), tolerance=0.0), name="old", hold_out=0.5
-    )
-    found, before = set(), model[2].bias.detach().clone()
-    for seed in range(20):
-        with torch.no_grad():
-            random = torch.Generator().manual_seed(seed)
-            model[2].bias.copy_(before + 0.3 * torch.randn(3, generator=random))
+@pytest.mark.parametrize("tolerance", [None, 0.0, 0.01])
+def test_only_without_a_tolerance_a_held_out_loss_may_be_above_its_bound_by_its_interval(tolerance):
+    model, keeper, _ = held_out(promise=Promise(EACH, tolerance=tolerance))
+    random, seen = torch.Generator().manual_seed(0), set()
+    for _ in range(20):
+        by = 0.3 * torch.randn(3, generator=random)
+        shift(model, *by)
         line = keeper.report()["old"]
-        assert line.kept == (line.held_out[0] <= line.held_bound)
-        found.add((line.kept, line.held_out[1] <= line.held_bound))
-    assert (False, True) in found
+        mean, low, _ = line.held_out
+        assert line.kept == ((low if tolerance is None else mean) <= line.held_bound)
+        seen.add((line.kept, mean > line.held_bound, low > line.held_bound))
+        shift(model, *-by)
+    assert {(True, False, False), (tolerance is None, True, False), (False, True, True)} <= seen
+
+
+def test_an_equality_is_broken_by_a_held_out_loss_that_falls():
+    model, keeper, held = held_out(promise=Promise(EACH, equal=True))
+    for _ in range(30):
+        take(model, sgd(model.parameters()), default_collate(held.examples))
+    line = keeper.report()["old"]
+    assert line.held_out[2] < line.held_bound
+    assert not line.kept
+
+
+def test_a_single_held_out_example_has_a_verdict():
+    model, keeper, _ = held_out(2)
+    shift(model, 0.0, 9.0, -9.0)
+    line = keeper.report()["old"]
+    assert line.kept == (line.held_out[0] <= line.held_bound) is False
+
+
+def test_a_tolerance_alone_takes_the_rest_of_the_promise_of_its_set():
+    _, keeper, _ = held_out(2, Promise(EACH, tolerance=0.1, examples=3))
+    keeper.keep([task(0, 2)], 0.3, name="old")
+    assert keeper.sets["old"].promise == Promise(EACH, tolerance=0.3, examples=3)
 
 
 def test_examples_that_are_held_out_have_the_promise_of_their_set():
-    model = perceptron()
-    keeper, each = Keeper(model, sgd(model.parameters())), CrossEntropy(logits, labels=1)
-    keeper.keep([task(0, 20)], Promise(each, tolerance=5.0), name="old", hold_out=0.2)
-    keeper.keep([task(1, 20)], Promise(each, tolerance=0.01), name="old")
-    held = keeper.sets["old"].held
+    _, keeper, held = held_out(20, Promise(EACH, tolerance=5.0), 0.2)
+    keeper.keep([task(1, 20)], Promise(EACH, tolerance=0.01), name="old")
     assert keeper.report()["old"].held_bound == pytest.approx(float(held.losses.mean()) + 0.01)
 
 
 def test_held_out_examples_of_more_are_added_to_those_at_hand():
-    model = perceptron()
-    keeper = Keeper(model, sgd(model.parameters()), CrossEntropy(logits, labels=1))
+    keeper = begin(Promise(EACH))[2]
     for seed, share, held in ((0, 0.0, 0), (1, 0.25, 5), (2, 0.25, 10), (3, 0.0, 10)):
         keeper.keep([task(seed, 20)], name="old", hold_out=share)
         one = keeper.sets["old"]
@@ -344,17 +340,13 @@ def test_held_out_examples_of_more_are_added_to_those_at_hand():
         assert (keeper.report()["old"].held_out is None) == (held == 0)
 
 
-def test_held_out_examples_resume(tmp_path):
-    def begin():
-        model = perceptron()
-        keeper = Keeper(model, sgd(model.parameters()))
-        keeper.keep([task(0, 20)], CrossEntropy(logits, labels=1), name="old", hold_out=0.25)
-        return keeper
-
-    keeper, other = begin(), begin()
-    torch.save(keeper.state_dict(), tmp_path / "state.pt")
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+def test_held_out_examples_resume():
+    (_, keeper, _), (_, other, _) = held_out(20), held_out(40)
+    other.load_state_dict(through_a_file(keeper.state_dict()))
     assert other.report()["old"].held_out == keeper.report()["old"].held_out
+
+
+# --- a teacher, and the Trainer ---------------------------------------------------------------------
 
 
 def test_teacher_without_adapters():
@@ -418,19 +410,3 @@ def test_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
         transformers.Trainer(model, args, train_dataset=new, callbacks=again).train()
     assert list((tmp_path / "gemproj").glob("references-*.json"))
-
-
-def test_a_rate_that_is_too_high_is_told():
-    def train(rate):
-        model = perceptron()
-        optimizer = sgd(model.parameters(), rate)
-        keeper = Keeper(model, optimizer)
-        keeper.keep([task(0)], Promise(Distillation(logits), tolerance=0.01), name="old")
-        for _ in range(21):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(task(0)[0]), rival(task(0))[1]).backward()
-            optimizer.step()
-
-    train(0.01)
-    with pytest.warns(UserWarning, match="losses of 'old' are above their bounds by more than"):
-        train(30.0)

@@ -1,17 +1,19 @@
 """What is refused, and what is said about it: one table of calls."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, begin, loss, perceptron, sgd, task  # noqa: E402
+from models import EACH, SAID, begin, logits, loss, perceptron, sgd, task  # noqa: E402
 
 from gemproj import project  # noqa: E402
-from gemproj.torch import Keeper, Promise  # noqa: E402
-from gemproj.torch.losses import Distillation  # noqa: E402
+from gemproj.torch import Keeper, Promise, rows  # noqa: E402
+from gemproj.torch.losses import Distillation, model_loss  # noqa: E402
 
 TABLE = torch.nn.Embedding(5, 3, sparse=True)
-SAID = Distillation(lambda model, batch: model(batch[0]))
+LOSS = torch.ones((), requires_grad=True)
 
 
 def keeper(promise=loss, *, as_model=None, make=None, **options):
@@ -59,6 +61,16 @@ def sparse():
         found.remove()
 
 
+def tokens(model, batch):
+    """Return losses of tokens, flattened."""
+    return EACH(model, [leaf.repeat_interleave(2, 0) for leaf in batch])
+
+
+def without_loss(model, batch):
+    return model_loss(lambda **given: SimpleNamespace(loss=None), {"x": batch[0]})
+
+
+SHAPE = "one number for each of these 12, .*found {}.*logits.*tokens"
 CALLS = [
     # --- keepers and their options
     (lambda: keeper(as_model=[1]), TypeError, "model must be a torch.nn.Module; found list"),
@@ -86,7 +98,7 @@ CALLS = [
     (lambda: keeper(make=lambda m: halves(m)[1]), ValueError, r"lacks 2 of the 4 .*'0.weight'.*requires_grad_\(False\)"),
     (lambda: some(lambda p: sgd([*p, TABLE.weight])), ValueError, r"moves 1 parameters that are not the model's.*\(5, 3\)"),
     (lambda: some(lambda p: sgd(perceptron().parameters())), ValueError, "lacks 4 of the 4"),
-    (lambda: some(lambda p: sgd(p, maximize=True), on="step"), ValueError, "maximize=True"),
+    (lambda: some(lambda p: sgd([{"params": [one], "maximize": k == 3} for k, one in enumerate(p)])), ValueError, "maximize=True"),
     (lambda: some(lambda p: torch.optim.lr_scheduler.StepLR(sgd(p), 1)), TypeError, "must be.*found StepLR"),
     (lambda: some(torch.optim.LBFGS), ValueError, "LBFGS cannot be projected.*on='gradient'"),
     (lambda: some(torch.optim.ASGD, on="step"), ValueError, "ASGD cannot be projected.*on='gradient'"),
@@ -102,8 +114,29 @@ CALLS = [
     (lambda: keep(Promise(EACH), hold_out=0.01), ValueError, "hold_out=0.01 of 12 examples leaves none"),
     (lambda: keep(hold_out=0.5), ValueError, "hold_out needs one loss for each example"),
     (lambda: keep(Promise(lambda *of: loss(*of)[None], tolerance=0.1)), ValueError, "tolerance needs one loss"),
+    (lambda: keep(Promise(loss, examples=None, tolerance=0.1)), ValueError, r"one loss for each example, shape \(12,\); found \(\)"),
+    (lambda: keep(lambda model: 0.0), TypeError, "positional argument"),
+    (lambda: keep(lambda model, batch: loss(model, batch).item()), TypeError, "must return a tensor; found float"),
+    (lambda: keep(lambda model, batch: loss(model, batch["x"])), TypeError, "indices"),
+    (lambda: keep(lambda model, batch: loss(model, batch).detach()), ValueError, r"has no gradient: .*detach\(\)"),
+    (lambda: keep(torch.no_grad()(loss)), ValueError, r"has no gradient: .*torch.no_grad\(\)"),
+    (lambda: keep(without_loss), ValueError, r"has no loss: SimpleNamespace, for a batch with x. .*if the batch has labels"),
+    (lambda: keep(logits), ValueError, SHAPE.format(r"\(12, 3\)")),
+    (lambda: keep(tokens), ValueError, SHAPE.format(r"\(24,\)")),
+    (lambda: keep(lambda model, batch: EACH(model, batch)[:, None]), ValueError, SHAPE.format(r"\(12, 1\)")),
+    (lambda: keep(lambda model, batch: EACH(model, batch)[:5]), ValueError, SHAPE.format(r"\(5,\)")),
     (lambda: keep(Promise(EACH, tolerance=0.1), method="gem2017", on="gradient"), ValueError, "tolerance cannot be combined with method"),
     (lambda: keep(Promise(EACH, equal=True), method="agem"), ValueError, "equal cannot be combined with method"),
+    # --- rows of losses at hand
+    (lambda: rows([LOSS, LOSS.detach()], [LOSS]), ValueError, "loss 1 is a tensor of shape.*requires_grad=False"),
+    (lambda: rows([LOSS.expand(2)], [LOSS]), ValueError, r"loss 0 is a tensor of shape \(2,\)"),
+    (lambda: rows([1.0], [LOSS]), ValueError, "loss 0 is float"),
+    (lambda: rows([], [LOSS]), ValueError, "holds no loss; an iterator can be read only once"),
+    (lambda: rows([LOSS], []), ValueError, r"require gradients, such as model.parameters\(\)"),
+    (lambda: rows([LOSS], [torch.ones(2)]), ValueError, r"require gradients, such as model.parameters\(\)"),
+    (lambda: rows([LOSS], ["weight"]), ValueError, r"require gradients, such as model.parameters\(\)"),
+    (lambda: rows(LOSS, [LOSS]), TypeError, r"pass \[loss\]"),
+    (lambda: rows([LOSS], TABLE), TypeError, r"found Embedding: pass .parameters\(\)"),
     # --- promises and losses
     (lambda: Promise(None), TypeError, "loss must be a function of model and batch; found NoneType"),
     (lambda: Promise(Distillation), TypeError, "class Distillation; pass an object of it"),

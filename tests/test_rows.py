@@ -49,25 +49,6 @@ def test_sparse_gradients_are_dense_rows():
     assert block.tolist() == [[[0.0], [2.0], [0.0]]]
 
 
-def test_wrong_losses_and_parameters():
-    losses, parameters = three_losses()
-    for wrong, text in (
-        ([*losses, losses[0].detach()], "loss 3 is a tensor of shape.*requires_grad=False"),
-        ([torch.ones(2, requires_grad=True)], r"loss 0 is a tensor of shape \(2,\)"),
-        ([1.0], "loss 0 is float"),
-        ([], "holds no loss; an iterator can be read only once"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            rows(wrong, parameters)
-    for wrong in ([], [torch.ones(2)], ["weight"]):
-        with pytest.raises(ValueError, match=r"require gradients, such as model.parameters\(\)"):
-            rows(losses, wrong)
-    with pytest.raises(TypeError, match=r"pass \[loss\]"):
-        rows(losses[0], parameters)
-    with pytest.raises(TypeError, match=r"found Linear: pass .parameters\(\)"):
-        rows(losses, nn.Linear(2, 2))
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -92,10 +73,7 @@ frozen_statistics = pytest.mark.filterwarnings("ignore:1 layers, such as 'norm',
 
 def kept(model, loss=loss, tasks=TASKS, **options):
     """Return an optimizer that does not move the model, and a keeper of these tasks."""
-    _, optimizer, keeper = begin(loss, model=model, make=lambda p: sgd(p, 0.0), **options)
-    for one in tasks:
-        keeper.keep([one])
-    return optimizer, keeper
+    return begin(loss, tasks, model=model, make=lambda p: sgd(p, 0.0), **options)[1:]
 
 
 def found(model, *args, **options):
@@ -274,9 +252,7 @@ def test_autocast_of_the_caller_and_gradient_checkpointing():
 
 
 def test_masks_of_hooks_on_parameters_hold_under_a_weight():
-    model, optimizer, keeper = begin(EACH, weight=0.5)
-    for seed in range(3):
-        keeper.keep([task(seed)])
+    model, optimizer, keeper = begin(EACH, map(task, range(3)), weight=0.5)
     take(model, optimizer, rival(task(1)))
     assert keeper._training.joint.reason is None
     weight, mask = model[0].weight, (torch.arange(8) > 2)[:, None]

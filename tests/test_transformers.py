@@ -259,6 +259,12 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
             kept_by(wrong, tmp_path / "wrong")
 
 
+def examples(model, words, loader=None, max_length=None, removes=True, **more):
+    """Return what makes examples for a Trainer with these arguments."""
+    args = SimpleNamespace(max_length=max_length, label_names=None, remove_unused_columns=removes, **more)
+    return _Examples(model, words, args, loader)
+
+
 def test_texts_end_with_special_tokens_and_templates_write_their_own():
     """Both are cut to what the training or the model allows, whichever is said."""
     processors = pytest.importorskip("tokenizers").processors
@@ -274,55 +280,37 @@ def test_texts_end_with_special_tokens_and_templates_write_their_own():
         (99, 2, [2, 1], [2, 3]),
     ):
         words.model_max_length = most
-        args = SimpleNamespace(max_length=allowed, label_names=None, remove_unused_columns=True)
-        cut = (
-            pytest.warns(UserWarning, match="1 of 1 texts are longer than")
-            if len(ended) < 4
-            else nullcontext()
-        )
-        with cut:
-            examples, _ = _Examples(model, words, args, None).of(["red green blue"])
-            talks, _ = _Examples(model, words, args, None).of([talk])
-        found = [one["input_ids"] for (one,) in (some[0].values() for some in (examples, talks))]
-        assert found == [ended, plain]
+        cut = pytest.warns(UserWarning, match="1 of 1 texts are longer than")
+        with cut if len(ended) < 4 else nullcontext():
+            made = [examples(model, words, None, allowed).of([one])[0] for one in ("red green blue", talk)]
+        assert [one[_TEXT]["input_ids"] for (one,) in made] == [ended, plain]
 
 
 def test_texts_of_pandas_and_those_of_another_column():
     pandas, plain = pytest.importorskip("pandas"), texts()
-    args = SimpleNamespace(
-        max_length=2, label_names=None, remove_unused_columns=True, dataset_text_field="said"
-    )
-    examples = _Examples(language_model(), tokenizer(WORDS), args, None)
+    made = examples(language_model(), tokenizer(WORDS), max_length=2, dataset_text_field="said")
     frame = pandas.DataFrame({"said": plain, "prompt": "red"}, index=range(3, 15))
     with pytest.warns(UserWarning, match="longer than 2 tokens"):
-        expected, *found = (examples.of(data)[0] for data in (plain, frame, frame["said"]))
+        expected, *found = (made.of(data)[0] for data in (plain, frame, frame["said"]))
     assert found == [expected, expected]
 
 
 def test_texts_end_where_the_model_has_no_more_positions():
-    words, args = (
-        tokenizer(WORDS),
-        SimpleNamespace(max_length=99, label_names=None, remove_unused_columns=True),
-    )
     with pytest.warns(UserWarning, match="longer than 16 tokens"):
-        (one,), _ = _Examples(language_model("gpt2"), words, args, None).of(["red " * 40])
+        (one,), _ = examples(language_model("gpt2"), tokenizer(WORDS), max_length=99).of(["red " * 40])
     assert len(one[_TEXT]["input_ids"]) == 16
 
 
 def test_an_encoder_decoder_reads_one_text_and_says_another():
-    model, words = language_model("bart", **SMALL["bart"]), tokenizer(WORDS)
-    args = SimpleNamespace(max_length=None, label_names=None, remove_unused_columns=True)
-    examples = _Examples(model, words, args, None)
+    made = examples(language_model("bart", **SMALL["bart"]), tokenizer(WORDS))
     expected = {"input_ids": [2, 3], "labels": [4]}
     for one in ({"prompt": "red green", "completion": "blue"}, expected | {"attention_mask": [1, 1]}):
-        data, collate = examples.of([one])
+        data, collate = made.of([one])
         batch = collate(data)
         assert {name: batch[name][0].tolist() for name in expected} == expected
     for wrong in ("red", {"text": "red"}, {"prompt": "red"}, {"input_ids": [2]}):
-        with pytest.raises(
-            ValueError, match="an encoder-decoder, so data needs what it reads and what it says"
-        ):
-            examples.of([wrong])
+        with pytest.raises(ValueError, match="so data needs what it reads and what it says"):
+            made.of([wrong])
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -346,11 +334,10 @@ def test_held_out_losses_are_those_of_the_best_model_if_it_is_loaded(metric, tmp
     keeper = KeeperCallback(texts(), hold_out=0.5)
     trainer = fine_tuning(language_model(), keeper, tmp_path)
     trainer.eval_dataset = trainer.train_dataset
-    args, best = trainer.args, {"load_best_model_at_end": True, "greater_is_better": metric == "eval_loss"}
-    for name, value in (
-        best | {"metric_for_best_model": metric, "eval_strategy": "steps", "eval_steps": 2}
-    ).items():
-        setattr(args, name, value)
+    best = {"load_best_model_at_end": True, "greater_is_better": metric == "eval_loss"}
+    best |= {"metric_for_best_model": metric, "eval_strategy": "steps", "eval_steps": 2}
+    for name, value in best.items():
+        setattr(trainer.args, name, value)
     said, logs = trainer.train().metrics, trainer.state.log_history
     assert trainer.state.best_model_checkpoint.endswith("-2")
     names = [f"keep/kept/{name}" for name in ("held_out", "held_out_low", "held_out_high")]
@@ -374,18 +361,31 @@ def test_columns_that_the_model_does_not_take_are_left_out_as_in_training():
     """Also of a model with adapters, whose forward pass takes anything."""
     model, loader = adapted(language_model(), target_modules=["q_proj"]), DataLoader([0], collate_fn=list)
     for removes, left in ((True, {"input_ids", "labels"}), (False, {"input_ids", "extra"})):
-        args = SimpleNamespace(max_length=None, label_names=None, remove_unused_columns=removes)
-        data, _ = _Examples(model, None, args, loader).of([{"input_ids": [2, 3], "extra": 1}])
+        data, _ = examples(model, None, loader, removes=removes).of([{"input_ids": [2, 3], "extra": 1}])
         assert data[0].get(_TEXT, data[0]).keys() == left
 
 
+@pytest.fixture
+def writes(monkeypatch):
+    """Have models write texts that are always the same; return a function that has them write others."""
+
+    def replace(some=None):
+        def written(model, words, n, **options):
+            return some or [{"input_ids": [2 + k % 5, 3, 4]} for k in range(n)]
+
+        monkeypatch.setattr("gemproj.integrations.transformers.write_references", written)
+
+    replace()
+    return replace
+
+
 @pytest.mark.parametrize("kind", ["llama", "bart"])
-def test_references_resume_with_labels_of_their_own(kind, tmp_path, monkeypatch):
+def test_references_resume_with_labels_of_their_own(kind, tmp_path, writes):
     """Not with those of the collator of the Trainer."""
     written = [{"input_ids": [2 + k % 5, 3, 4][: 2 + k % 2]} for k in range(10)]
     if kind == "bart":
         written = [one | {"labels": one["input_ids"][::-1] * 2} for one in written]
-    monkeypatch.setattr("gemproj.integrations.transformers.write_references", lambda *given, **named: written)
+    writes(written)
 
     def language(words):
         collate = DataCollatorForLanguageModeling(words, mlm=False)
@@ -404,11 +404,8 @@ def test_references_resume_with_labels_of_their_own(kind, tmp_path, monkeypatch)
     assert (batch["labels"].shape == batch["input_ids"].shape) == (kind == "llama")
 
 
+@pytest.mark.usefixtures("writes")
 def test_options_of_the_texts_that_the_model_writes(tmp_path, monkeypatch):
-    def written(model, words, n, **options):
-        return [{"input_ids": [2 + k % 5, 3, 4]} for k in range(n)]
-
-    monkeypatch.setattr("gemproj.integrations.transformers.write_references", written)
     monkeypatch.setattr("gemproj.integrations.transformers._place", lambda: (0, 128))
     for options, sizes in (
         ({"name": "said", "limit": 8, "hold_out": 0.25}, {"said": (6, 2)}),
@@ -418,11 +415,8 @@ def test_options_of_the_texts_that_the_model_writes(tmp_path, monkeypatch):
         assert {name: (len(kept), len(kept.held)) for name, kept in keeper.sets.items()} == sizes
 
 
-def test_texts_are_written_once_beside_other_sets_if_their_promise_compares_outputs(tmp_path, monkeypatch):
-    def written(model, words, n, **options):
-        return [{"input_ids": [2 + k % 5, 3, 4]} for k in range(n)]
-
-    monkeypatch.setattr("gemproj.integrations.transformers.write_references", written)
+@pytest.mark.usefixtures("writes")
+def test_texts_are_written_once_beside_other_sets_if_their_promise_compares_outputs(tmp_path):
     model, other = language_model(), language_model(seed=1)
     for promise, expected in ((None, [1, "references"]), (Promise(weight=0.5), [1])):
         keeper = KeeperCallback(promise=promise, limit=8)
