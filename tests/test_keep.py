@@ -656,3 +656,15 @@ def test_what_a_state_lacks_is_said():
         again.load_state_dict(through_a_file(more.state_dict()))
     assert again.sets["own"].promise.loss is EACH
     assert torch.equal(again.sets["own"].examples[0][0], task(1)[0][0])
+
+
+def test_nothing_counts_as_kept_where_another_optimizer_took_the_steps():
+    model = nn.Linear(3, 1)
+    keeper = Keeper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    keeper.keep([torch.eye(3)], lambda model, x: model(x).mean())
+    assert keeper.report().kept
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    other.step()
+    with pytest.warns(UserWarning, match="weights have changed"):
+        assert not keeper.report().kept

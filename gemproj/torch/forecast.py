@@ -96,7 +96,7 @@ class Forecast:
         """Return the losses above their stored values after so many more steps like those since the look."""
         excess, way, _, _, _, age, _ = self.known
         longer = 1.0 + steps / age
-        curvature = torch.where(way > 0.0, excess.abs() / way**2, 0.0)
+        curvature = torch.where(way > 0.0, excess.clamp(min=0.0) / way**2, 0.0)
         rise = torch.where(self._rise > 0.0, self._rise * longer, self._rise)
         return excess + rise + curvature * (self._since * longer) ** 2
 
