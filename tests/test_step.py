@@ -386,7 +386,7 @@ def test_warm_starts_are_those_of_each_set_also_after_another_joined():
 
 
 def test_rows_of_every_third_step_are_followed_in_between():
-    model, optimizer, keeper = start(partial(sgd, rate=0.01), loss=EACH, on="both", look=3, tolerance=0.0)
+    model, optimizer, keeper = start(partial(sgd, rate=0.01), loss=EACH, on="both", look=3, project=False)
     for step in range(7):
         optimizer.zero_grad()
         loss(model, conflict()).backward()
@@ -394,7 +394,7 @@ def test_rows_of_every_third_step_are_followed_in_between():
             now = [float(loss(model, task(k))) for k in (1, 2)]
         optimizer.step()
         assert keeper.last.age == step % 3
-        assert keeper.last.losses.tolist() == pytest.approx(now, rel=1e-2)
+        assert keeper.last.losses.tolist() == pytest.approx(now, rel=1e-3)
     keeper.keep([task(3)])
     optimizer.step()
     assert (keeper.last.age, len(keeper.last.names)) == (0, 3)
