@@ -659,7 +659,7 @@ def test_what_a_state_lacks_is_said():
 
 
 def test_nothing_counts_as_kept_where_another_optimizer_took_the_steps():
-    model = nn.Linear(3, 1)
+    model = torch.nn.Linear(3, 1)
     keeper = Keeper(model, torch.optim.SGD(model.parameters(), lr=0.1))
     keeper.keep([torch.eye(3)], lambda model, x: model(x).mean())
     assert keeper.report().kept
