@@ -49,6 +49,7 @@ class Forecast:
         self.names: list[Any] = []
         self.known = _NEW[:, :0]
         self._copied: tuple[Tensor, Any] | None = None  # which rows are due, on their way to the host
+        self._pressed: Tensor | None = None  # which rows the last step needed, if it was projected
 
     def forget(self, name: Any) -> None:
         """Begin anew for a set whose examples are others now."""
@@ -56,7 +57,7 @@ class Forecast:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling."""
-        return self.__dict__ | {"_copied": None}
+        return self.__dict__ | {"_copied": None, "_pressed": None}
 
     def due(self, rows: Rows, terms: Any, whole: bool) -> list[bool]:
         """Return which rows are computed again in a step that begins, and update the losses of all rows.
@@ -77,6 +78,8 @@ class Forecast:
         # Beyond twice the way between the last two looks, the forecast is a guess.
         near = self._since * (1.0 + ahead / steps) <= 2.0 * gap
         flags = ~(kept & near & (steps + ahead <= _MOST_STEPS)) | whole
+        if self._pressed is not None:  # without the last projection this loss would have risen more
+            flags, self._pressed = flags | self._pressed, None
         if terms.weight is not None:  # then the row is a part of every step
             flags = flags | (torch.as_tensor(terms.weight) > 0.0)
         if topology.world > 1:  # rounding may differ between processes, and all must do the same
@@ -126,6 +129,11 @@ class Forecast:
         fresh = [mean, ways[0], safer, none, none, none, ways[1]]
         old = [self.known[0], way, safety, self._rise, self._since, steps, gap]
         self.known = torch.where(torch.tensor(due, device=found.device), torch.stack(fresh), torch.stack(old))
+
+    def press(self, solutions: Sequence[Any], device: torch.device) -> None:
+        """Note which rows were active in the projections of a step; the next step may press as well."""
+        found = [torch.as_tensor(sol.multipliers, device=device) != 0.0 for sol in solutions if sol]
+        self._pressed = torch.stack(found).any(0) if found else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known about the rows, by name."""
