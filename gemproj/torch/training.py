@@ -307,7 +307,8 @@ class Training:
         before = self.last if len(self.steps) > 1 and len(self._stepped) > 1 else None
         self.last = part if before is None else before.with_part(part)
         self.keeper.history.add(self.last, before)
-        self.keeper._forecast.press((gradient, step), rows.losses.device)
+        if self.keeper.look == "auto":
+            self.keeper._forecast.press((gradient, step), rows.losses.device)
         rows.follow(products)
 
     def _tell_rate(self) -> None:
