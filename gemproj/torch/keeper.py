@@ -204,6 +204,7 @@ class KeeperBase:
         it.
         """
         bypassed = self._training is not None and self._training.is_bypassed()
+        bypassed = bypassed and any(kept.held is None for kept in self.sets.values())
         if bypassed:
             warn(
                 "The weights have changed, and the keeper saw no step: without held-out examples no promise "
