@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gemproj._checks import check_count, check_number
 from gemproj._warn import warn
-from gemproj.torch.processes import Local, Sharded
+from gemproj.torch.processes import Processes
 from gemproj.torch.rows import forked, reshard
 from gemproj.torch.vector import group_of, local, mesh_of
 
@@ -94,7 +94,8 @@ def write_references(
     empty = any(hasattr(p, "ds_id") for p in held)  # ZeRO-3 gathers weights for a pass only
     # Then every pass needs all processes, which therefore end together.
     shared = empty or any(mesh_of(p) is not None for p in held)
-    topology = Sharded(held[0].device, group_of(held)) if shared else Local()
+    group = group_of(held) if shared else None
+    topology = Processes(held[0].device, group, collective=shared)
     writer = _Writer(model, tokenizer_of(tokenizer), tokens, temperature, shared)
     settings = {"n": n, "tokens": tokens, "temperature": temperature, "batch": batch, "seed": seed}
     file = None if cache is None or empty else Path(cache) / f"references-{writer.key(settings)}.json"

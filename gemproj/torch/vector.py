@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemproj.torch.processes import Local, Replicated, Sharded, check_group
+from gemproj.torch.processes import Processes, check_group
 
 
 class Buffer(NamedTuple):
@@ -36,7 +36,7 @@ class ParameterVector:
         Number of local entries.
     sizes, shapes : list
         Sizes and shapes of the local shards.
-    topology : Local
+    topology : Processes
         How the processes that train this model work together.
     owned : list of slice
         Columns that this process contributes to global sums: all columns, unless shards are replicated.
@@ -217,11 +217,11 @@ class ParameterVector:
         entries = sum(p.numel() for p in self.parameters)
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
-    def _topology(self, group: Any) -> Local:
-        if self._sharded:
-            plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
-            return Sharded(self.device, group, plain)
-        return Local() if group is None else Replicated(self.device, group)
+    def _topology(self, group: Any) -> Processes:
+        if not self._sharded:
+            return Processes(self.device, group)
+        plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
+        return Processes(self.device, group, collective=True, plain=plain)
 
     def _owns(self, parameter: Tensor, group: Any) -> bool:
         """Return whether this rank contributes its local shard to global sums; replicas count once.
