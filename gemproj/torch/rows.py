@@ -84,27 +84,14 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
 
 
 class Rows:
-    """The rows of G, shape (t, d), in one buffer that all steps share, with the losses of the rows.
+    """The rows of G, shape (t, d), in one buffer that all steps share, with the losses of the rows."""
 
-    Attributes
-    ----------
-    vector : ParameterVector
-    names : list
-        The name of the set of each row.
-    reached : list of bool
-        For each parameter, whether the loss of any row depends on it.
-    losses, stored : Tensor, shape (t,), float64
-        The loss of each row, which `follow` updates to first order after a step; and the loss of the same
-        examples when they were kept.
-    ages : list of int
-        Number of steps since each row was computed.
-    buffer, found, scale : Tensor, Tensor, float
-        While rows are computed: the buffer, whose first rows are those of G; the loss of each row so far; and
-        the factor of losses in backward passes.
-    """
+    found: Tensor  # while rows are computed: the loss of each row so far
+    scale: float  # the factor of losses in backward passes
 
     def __init__(self, vector: ParameterVector) -> None:
         self.vector = vector
+        # Its first rows are those of G.
         self.buffer = torch.empty((0, vector.d), dtype=vector.dtype, device=vector.device)
         self._views: dict[tuple[int, int], list[Tensor]] = {}  # cached results of `parts`
         self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
@@ -122,10 +109,11 @@ class Rows:
         """Drop all rows, but keep the buffer."""
         self._count = 0
         self.norms: Tensor | None = None
-        self.names: list[Any] = []
-        self.reached = [False] * len(self.vector.parameters)
+        self.names: list[Any] = []  # of the set of each row
+        self.reached = [False] * len(self.vector.parameters)  # by the loss of any row
+        # The loss of each row, (t,) in float64, now and when its examples were kept.
         self.losses = self.stored = self._none
-        self.ages: list[int] = []
+        self.ages: list[int] = []  # steps since each row was computed
 
     def fill(
         self,

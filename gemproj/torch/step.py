@@ -155,26 +155,15 @@ class ProjectedStep:
 
     Before the step: compute the rows, copy the parameters, project the gradient and clip it. After the step:
     project the difference of the parameters. `training` gives the rows, and takes the statistics.
-
-    Attributes
-    ----------
-    optimizer : torch.optim.Optimizer
-    max_norm : float or None
-        Norm to which the next gradient is clipped after its projection.
-    norm : Tensor or None
-        The last norm before clipping.
-    early : bool
-        Whether a framework calls `begin` before it clips the gradient, in place of the hook.
-    calls : int
-        Number of calls of ``optimizer.step()``.
     """
 
     def __init__(self, training: Any, optimizer: Any) -> None:
         _check_optimizer(optimizer)
         self._training, self.optimizer = training, optimizer
-        self.max_norm: float | None = None
-        self.norm: Tensor | None = None
-        self.early, self.calls = False, 0
+        self.max_norm: float | None = None  # to which the next gradient is clipped after its projection
+        self.norm: Tensor | None = None  # the last one before clipping
+        self.early = False  # whether a framework calls `begin` before it clips, in place of the hook
+        self.calls = 0  # of ``optimizer.step()``
         self._clipped: Any = 1.0  # the factor by which clipping multiplied the gradient
         self._rows: Rows | None = None  # those of the step between the hooks; None if it is left alone
         self._hooks = [

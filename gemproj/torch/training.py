@@ -26,25 +26,13 @@ _WEIGHED = 100
 
 
 class Training:
-    """What a keeper is attached to: a model, the steps of its optimizers, and the rows that they share.
-
-    Attributes
-    ----------
-    rows : Rows
-        The rows of the last look.
-    terms : Terms
-        The numbers of their promises.
-    last : Projection or None
-        Statistics of the last step; those of several optimizers add up to one step.
-    warm : dict
-        By kind of vector: names of the rows, and their last multipliers.
-    joint : SharedPasses
-    """
+    """What a keeper is attached to: a model, the steps of its optimizers, and the rows that they share."""
 
     def __init__(self, keeper: Any, model: torch.nn.Module, optimizers: Sequence[Any], scaler: Any) -> None:
         self.keeper, self.model, self._scaler = keeper, model, scaler
         self.terms, self.joint = Terms(), SharedPasses()
-        self.last: Projection | None = None
+        self.last: Projection | None = None  # those of several optimizers add up to one step
+        # By kind of vector: names of the rows, and their last multipliers.
         self.warm: dict[str, tuple[list[Any], Any]] = {}
         self._again = False  # whether the next step looks, whatever `look` says
         self._begun = 0  # steps since attaching
@@ -54,7 +42,7 @@ class Training:
         self._known: list[Any] = []  # the parameters of model and optimizers
         self._handles: list[Any] = []
         self.steps: list[ProjectedStep] = []
-        self.rows: Rows
+        self.rows: Rows  # of the last look
         try:
             for one in optimizers:
                 self.steps.append(keeper._step_type(self, one))

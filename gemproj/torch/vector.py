@@ -27,19 +27,6 @@ class ParameterVector:
     For a `DTensor` (FSDP2, tensor parallelism), these are the entries of the local shard. Parameters with
     equal placements are contiguous, so the owned columns form few slices. The order of parameters is the same
     on all processes. Parameters on several devices are gathered on the first one.
-
-    Attributes
-    ----------
-    names, parameters : list
-        The parameters that require a gradient, without duplicates, and their names.
-    d : int
-        Number of local entries.
-    sizes, shapes : list
-        Sizes and shapes of the local shards.
-    topology : Processes
-        How the processes that train this model work together.
-    owned : list of slice
-        Columns that this process contributes to global sums: all columns, unless shards are replicated.
     """
 
     def __init__(self, named: Iterable[tuple[str, Any]], group: Any = None) -> None:
@@ -60,10 +47,11 @@ class ParameterVector:
         self._one_device = all(p.device == self.device for p in shards)
         self.sizes, self.shapes = [p.numel() for p in shards], [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
-        self.d = self._starts[-1]
+        self.d = self._starts[-1]  # number of local entries
         group = group_of(self.parameters) if group is None else group
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in self.parameters]
+        # Columns that this process contributes to global sums are all, unless shards are replicated.
         self.columns, self.owned = self.slices(), self.slices(owned=True)
 
     def buffer(self, dtype: torch.dtype | None = None) -> Buffer:
