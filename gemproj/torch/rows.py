@@ -148,11 +148,12 @@ class Rows:
         self.scale, self.found = scale, self._none.new_zeros(t)
         if not whole:
             self.reached = reached
+        none: list[Tensor | None] = [None] * len(self.vector.parameters)
 
         def alone(draw: Draw) -> None:
             self.found[draw.k] = 0.0
             parts = passes(draw.at, microbatch, draw.most)
-            for j, (some, weight) in enumerate(parts):
+            for j, (some, count) in enumerate(parts):
                 batch, outputs = draw.kept.fetch(some, self.vector.device)
                 loss = call_loss(draw.loss, model, batch, len(some), outputs).mean()
                 if not loss.requires_grad:
@@ -160,7 +161,11 @@ class Rows:
                         f"The loss of {draw.kept.name!r} depends on no trainable parameter now, so its row "
                         "is zero: right if those are frozen, wrong if the loss runs under torch.no_grad()."
                     )
-                self.add(draw.k, loss, topology.weight(weight, draw.total), fresh=j == 0)
+                weight = topology.weight(count, draw.total)
+                scaled = loss if weight * scale == 1.0 else loss * (weight * scale)
+                gradients = self.vector.gradients if loss.requires_grad else lambda _: none
+                reached = self.vector.gather(gradients(scaled), self.parts(draw.k), add=j > 0)
+                self.note(draw.k, reached, self.found[draw.k : draw.k + 1] + weight * loss.detach())
             if not parts:
                 self.buffer[draw.k].zero_()
 
@@ -184,15 +189,6 @@ class Rows:
             self.losses, self.stored = torch.stack(before).index_copy(1, due, now)
         self.ages = [0 if whole or k in at else ages[k] for k in range(t)]
         self._count, self.names = t, list(names)  # last, so that an interrupt leaves no rows
-
-    def add(self, k: int, loss: Tensor, weight: float, fresh: bool) -> None:
-        """Add the gradient of ``weight * loss`` to row k, which has no value yet if it is `fresh`."""
-        factor = weight * self.scale
-        gradients: list[Tensor | None] = [None] * len(self.vector.parameters)
-        if loss.requires_grad:
-            gradients = self.vector.gradients(loss if factor == 1.0 else loss * factor)
-        reached = self.vector.gather(gradients, self.parts(k), add=not fresh)
-        self.note(k, reached, self.found[k : k + 1] + weight * loss.detach())
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
         """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""
@@ -235,14 +231,6 @@ class Rows:
         if self.norms is None:
             self.norms = sums[2].sqrt()
         return sums[0], sums[1]
-
-    def follow(self, products: Tensor) -> None:
-        """Update the losses to first order after a step with these products."""
-        self.losses = self.losses - products  # a new tensor, because statistics hold the old one
-
-    def wait(self) -> None:
-        """Count a step that begins, in which no row has been computed so far."""
-        self.ages = [age + 1 for age in self.ages]
 
 
 def passes(at: list[int], size: int | None, most: int) -> list[tuple[list[int], int]]:

@@ -166,7 +166,7 @@ class Training:
         if self._begun in keeper._soon and keeper.project:
             self._tell_rate()
         self._begun += 1
-        self.rows.wait()
+        self.rows.ages = [age + 1 for age in self.rows.ages]
         sets = self.active()
         due = self._due(sets)
         if due is None or any(due):
@@ -297,7 +297,7 @@ class Training:
         self.keeper.history.add(self.last, before)
         if self.keeper.look == "auto":
             self.keeper._forecast.press((gradient, step), rows.losses.device)
-        rows.follow(products)
+        rows.losses = rows.losses - products  # a new tensor, because statistics hold the old one
 
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
