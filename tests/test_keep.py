@@ -221,7 +221,7 @@ def test_examples_may_be_kept_in_inference_mode():
 def test_an_error_of_a_loss_tells_the_shapes_of_its_examples(wrong):
     with pytest.raises((TypeError, ValueError)) as caught:
         begin(wrong, [task(0)])
-    assert "of shapes [(12, 6), (12,)]" in "".join(caught.value.__notes__)
+    assert "[0] Tensor (12, 6) torch.float64, [1] Tensor (12,)" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("right", [loss, EACH, lambda m, b: loss(m, b).reshape(1)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemproj._checks import check_count, check_number, is_number
 from gemproj._warn import warn
-from gemproj.torch.data import Batch, leaves_of, map_nested
+from gemproj.torch.data import Batch, kind_of, leaves_of, map_nested
 from gemproj.torch.losses import Distillation, model_loss
 from gemproj.torch.vector import mesh_of
 
@@ -172,9 +172,9 @@ def explain(error: Exception, batch: Batch) -> None:
     if not hasattr(error, "add_note"):  # before Python 3.11
         return
     error.add_note(
-        f"The loss was called with kept examples, of shapes {map_nested(_shape_of, batch)}, and with the "
-        "model in evaluation mode. A loss that exists in training mode only, as in detectors of torchvision, "
-        "can set model.training = True on the model itself, and leave its layers as they are."
+        f"The loss was called with kept examples, {kind_of(map_nested(lambda leaf: leaf, batch))}, and with "
+        "the model in evaluation mode. A loss that exists in training mode only, as in detectors of "
+        "torchvision, can set model.training = True on the model itself, and leave its layers as they are."
     )
     tensors = leaves_of(batch, Tensor)
     if tensors and all(leaf.ndim == 1 for leaf in tensors):
@@ -183,7 +183,3 @@ def explain(error: Exception, batch: Batch) -> None:
             "set, or a DataLoader of it, which collates. Lists in them need collate=, or "
             "data.with_format('torch')."
         )
-
-
-def _shape_of(leaf: Any) -> Any:
-    return tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
