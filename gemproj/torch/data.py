@@ -252,10 +252,7 @@ def moved(batch: Batch, device: Any) -> Batch:
     def movable(value: Any) -> bool:
         return callable(getattr(value, "to", None)) and not isinstance(value, type)
 
-    def move(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, Tensor) or movable(leaf) else leaf
-
-    return map_nested(move, batch, movable)
+    return map_nested(lambda leaf: leaf.to(device) if movable(leaf) else leaf, batch, movable)
 
 
 def divided(batch: Batch, remedy: str = _DIVIDED, numbers: Sequence[bool] = ()) -> list[Any]:
