@@ -163,11 +163,11 @@ class Processes:
         return [theirs.tolist() for theirs in everyone]
 
 
-def check_group(group: Any, name: str = "process_group") -> None:
+def check_group(group: Any) -> None:
     """Raise unless `group` is a group of processes or None."""
     if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise TypeError(
-            f"{name} must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
+            "process_group must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
             f"{type(group).__name__}."
         )
 

@@ -112,7 +112,7 @@ class Promise:
         return (self.examples, self.weight, self.allowed, self.repair, self.equal, self.penalty)
 
 
-def as_promise(given: Promise | Loss | float | None, default: Promise, name: str = "promise") -> Promise:
+def as_promise(given: Promise | Loss | float | None, default: Promise) -> Promise:
     """Return a promise; a loss or a tolerance alone takes the other options of the default."""
     if given is None or isinstance(given, Promise):
         return default if given is None else given
@@ -120,7 +120,7 @@ def as_promise(given: Promise | Loss | float | None, default: Promise, name: str
         return replace(default, tolerance=float(given))
     if not callable(given):
         raise TypeError(
-            f"{name} must be a Promise, a loss, or a tolerance such as 0.05; found {type(given).__name__}."
+            f"promise must be a Promise, a loss, or a tolerance such as 0.05; found {type(given).__name__}."
         )
     return replace(default, loss=given)
 
