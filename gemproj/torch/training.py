@@ -259,17 +259,14 @@ class Training:
 
     def warm_start(self, kind: str, names: list[Any]) -> Any:
         """Return the last multipliers of each set, zero for a new one; None if there are none."""
-        had, lam = self.warm.get(kind, (None, None))
-        if had is None or lam is None or len(lam) != len(had):
+        if kind not in self.warm:
             return None
-        found = lam = torch.as_tensor(lam)
+        had, last = self.warm[kind]
+        lam, device = torch.as_tensor(last), self.rows.vector.device  # a state has them on the CPU
         if had != names:
-            found = lam.new_zeros(len(names))
-            for k, name in enumerate(names):
-                if name in had:
-                    found[k] = lam[had.index(name)]
-        device = self.rows.vector.device  # a state has the multipliers on the CPU
-        return found.numpy() if on_host(device) else found.to(device)
+            known = dict(zip(had, lam, strict=True))
+            lam = torch.stack([known.get(name, lam.new_zeros(())) for name in names])
+        return lam.numpy() if on_host(device) else lam.to(device)
 
     def note(self, gradient: Any, step: Any, square: Tensor, products: Tensor, seconds: float) -> None:
         """Take the statistics of a step, and update the losses to first order."""
