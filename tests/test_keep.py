@@ -229,7 +229,7 @@ def test_a_loss_is_a_number_or_one_for_each_example(right):
     keeper = begin(right)[2]
     for n in (12, 1):
         keeper.keep([task(0, n)], name=n)
-        plain = loss(keeper._model, task(0, n)).item()
+        plain = loss(keeper._training.model, task(0, n)).item()
         assert keeper.report()[n].stored == pytest.approx(plain)
 
 

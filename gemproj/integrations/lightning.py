@@ -128,7 +128,8 @@ class KeeperCallback(CallbackBase, Callback):
         """Project the gradient, before Lightning clips it."""
         if not self._steps[0].early:
             return
-        scaled = self._scaler is not None and self._scaler.is_enabled()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaled = scaler is not None and scaler.is_enabled()
         # After an overflow, the scaler takes no step. It reads the gradients, too.
         if not (scaled and not total_norm(pl_module.parameters()).isfinite()):
             self._steps[0].begin()

@@ -159,9 +159,10 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Attach to the optimizer, and keep what waits for a model."""
         _clip_again(args)
         self.max_norm = None
-        before = self._model
+        before = self._training
         self._attach_prepared(model, optimizer)
-        changed = before is not None and _base(before) is not _base(self._model)
+        assert self._training is not None
+        changed = before is not None and _base(before.model) is not _base(self._training.model)
         # A checkpoint has its own sets, and a search makes a model for each trial.
         if changed and self.sets and not (state.global_step or state.is_hyper_param_search):
             warn(
@@ -193,8 +194,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     def _keep_references(self) -> None:
         """Let a language model write what to keep, where no data was given."""
         assert self._collate is not None
-        assert self._model is not None
-        tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._model)
+        assert self._training is not None
+        tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._training.model)
         if self._written["name"] in self.sets:
             return
         if not getattr(model, "can_generate", bool)():
@@ -205,7 +206,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
                 "Without data the model writes what to keep, which needs its tokenizer: pass "
                 "processing_class=tokenizer to the trainer, or data to KeeperCallback."
             )
-        assert self._training is not None
         rank, world = _place()
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
         n = self._written["limit"] or max(_TEXTS_WRITTEN // world, _FEWEST)

@@ -75,13 +75,11 @@ class KeeperBase:
         self._forecast = Forecast()
         self._collate: Collate | None = None  # for sets of a state
         self._pending: list[Any] = []  # arguments of `keep`, for the training that begins next
-        self._model: torch.nn.Module | None = None
-        self._scaler: Any = None
         self._training: Training | None = None  # the last one
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; a copy is not attached."""
-        gone = dict.fromkeys(("_training", "_model", "_scaler", "_group"))
+        gone = dict.fromkeys(("_training", "_group"))
         return self.__dict__ | gone | {"_random": self._random.get_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -339,7 +337,6 @@ class KeeperBase:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
         self._group = group if self._group is None else self._group
-        self._model, self._scaler = model, scaler
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._training = Training(self, model, optimizers, scaler)
 
