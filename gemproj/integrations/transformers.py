@@ -158,7 +158,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Attach to the optimizer, and keep what waits for a model."""
         _clip_again(args)
-        self.max_norm = None
         before = self._training
         self._attach_prepared(model, optimizer)
         assert self._training is not None
@@ -217,9 +216,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
         # DeepSpeed clips within its step.
         if args.max_grad_norm and self._steps and type(self._steps[0]) is ProjectedStep:
-            self.max_norm, self._steps[0].norm = float(args.max_grad_norm), None
+            self._steps[0].max_norm, self._steps[0].norm = float(args.max_grad_norm), None
             args.max_grad_norm = _Later()
-            args.max_grad_norm.norm = self.max_norm
+            args.max_grad_norm.norm = self._steps[0].max_norm
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any

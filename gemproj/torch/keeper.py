@@ -38,7 +38,6 @@ class KeeperBase:
     _remedy = "Call keep(examples)."
     _waits = False  # whether `keep` waits for a training that has a model
     _soon: tuple[int, ...] = (20,)  # numbers of steps after which a rate is judged
-    max_norm: float | None = None  # norm to which every gradient is clipped after its projection
 
     def __init__(
         self,

@@ -437,8 +437,7 @@ class ProjectedStep:
     def _clip(self) -> None:
         """Clip the gradient after weighted rows were added, as in replay."""
         self._clipped = 1.0
-        most = self._training.keeper.max_norm if self.max_norm is None else self.max_norm
-        if most is None:
+        if (most := self.max_norm) is None:
             return
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.norm = total_norm(parameters)
