@@ -212,9 +212,6 @@ class Line:
     kept: bool = True
 
 
-_SUMS = ("would_break", "broke", "multiplier")  # sums over steps in `History`, means in a `Report`
-
-
 class History:
     """Statistics of the steps under promises, for each set and on average, in bounded memory.
 
@@ -381,14 +378,8 @@ class Report(dict[Any, Line]):
         names = [field.name for field in fields(Line) if field.name not in hidden]
         heads = [name.replace("_", " ") for name in names]
         cells = [[_cell(getattr(line, name), name) for name in names] for line in self.values()]
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        table = [
-            "  ".join(
-                cell.ljust(width) if j == 0 else cell.rjust(width)
-                for j, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in [heads, *cells]
-        ]
+        first, *widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        table = ["  ".join([a.ljust(first), *map(str.rjust, more, widths)]) for a, *more in [heads, *cells]]
         said = [_said(line) for line in self.values() if line.held]
         bounded = any(line.bound == line.bound for line in self.values())
         if bounded and not any(line.held for line in self.values()):
@@ -431,7 +422,7 @@ def make_report(
     points, lines = history.points(), []
     for name, kept in sets.items():
         line = replace(history.lines.get(name, Line(name)))
-        for field in _SUMS:
+        for field in "would_break", "broke", "multiplier":  # sums in `History`, means in a `Report`
             setattr(line, field, getattr(line, field) / max(line.steps, 1))
         lines.append(line)
         allowed = kept.promise.allowed or 0.0
