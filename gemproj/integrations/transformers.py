@@ -405,7 +405,11 @@ class _Examples:
             if self.encodes and len(parts) < 2:
                 raise ValueError(_TWO_SIDES)
             self.cut = 0
-            made = [self.of_texts([one[name] for name in parts] if parts else [one]) for one in data]
+            said = ([one[name] for name in parts] if parts else [one] for one in data)
+            if self.encodes:
+                made = [self.of_tokens(self.ids(a), self.ids(b, "text_target")) for a, b, *_ in said]
+            else:
+                made = [self.of_tokens(self.ids(reduce(add, some))) for some in said]
             if self.cut:
                 warn(
                     f"{self.cut} of {len(made)} texts are longer than {self.longest:,} tokens and are "
@@ -423,12 +427,6 @@ class _Examples:
                 raise ValueError(_TWO_SIDES)
             return [self.of_tokens(**one) for one in data], self
         return data, None if self.collate is None else self
-
-    def of_texts(self, parts: list[Any]) -> dict[str, Any]:
-        """Return the tokens of the parts of a text or of a conversation as an example."""
-        if self.encodes:
-            return self.of_tokens(self.ids(parts[0]), self.ids(parts[1], "text_target"))
-        return self.of_tokens(self.ids(reduce(add, parts)))
 
     def of_tokens(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
         """Return tokens as an example; an empty one has no label, and no position that counts."""

@@ -69,7 +69,8 @@ def examine(
                 raise
         if stored is not None:  # None also with a teacher
             kept.listed = isinstance(stored, PerExample)
-            there = moved(stored, "cpu" if _on_cpu(kept) else vector.device)
+            tensors = leaves_of(kept.examples[0], Tensor)
+            there = moved(stored, vector.device if any(a.device.type != "cpu" for a in tensors) else "cpu")
             found.extend(owned(there if kept.listed else divided(there, _OUTPUTS))[:weight])
         first = first and not topology.collective
         with torch.set_grad_enabled(first):
@@ -277,7 +278,3 @@ def _of_one(outputs: Any, n: int) -> Any:
     if n == 1 and isinstance(outputs, PerExample) and len(outputs) > 1:
         return PerExample([tree_map(lambda *leaves: torch.cat(leaves), *outputs)])
     return outputs
-
-
-def _on_cpu(kept: KeptSet) -> bool:
-    return all(leaf.device.type == "cpu" for leaf in leaves_of(kept.examples[0], Tensor))

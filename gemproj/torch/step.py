@@ -233,7 +233,7 @@ class ProjectedStep:
         start, self._rows, self._moving = time.perf_counter(), None, list[bool]()
         self._rows = self._training.look(self)
         if self._rows is not None:
-            self._vector.begin_step()
+            torch._foreach_copy_(self._vector.before.parts, self._vector.local())
         self._seconds = time.perf_counter() - start
 
     @torch.compiler.disable

@@ -84,10 +84,6 @@ class ParameterVector:
             return self.parameters
         return [local(p) for p in self.parameters]
 
-    def begin_step(self) -> None:
-        """Copy the parameters to `before`."""
-        torch._foreach_copy_(self.before.parts, self.local())
-
     def read_step(self) -> Tensor:
         """Return `before` minus the parameters, in `scratch`."""
         step = self.scratch
