@@ -40,8 +40,8 @@ _DIVIDED = (
 # Number of examples that are read at a time from a data set.
 _SOME = 64
 # Hugging Face data sets, which are not subclasses of torch's data sets.
-_SETS = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"}
-_DICTS = {"datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"}
+_SET, _STREAM = "datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"
+_DICTS = "datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"
 # Loaders that make batches of examples in the same way as torch's `DataLoader`.
 _ITERATED = ("DataLoader.__iter__", "DataLoaderShard.__iter__")
 _LEAVES = (Tensor, str, int, float)  # frequent types of leaves, which need no further checks
@@ -102,7 +102,7 @@ def _lists(data: Any, collate: Collate | None) -> tuple[Iterator[list[Any]], Col
         elements = loader = _copied_loader(data)
         if loader.batch_sampler is not None and (collate is not None or _iterates_as_torch(loader)):
             return _of_loader(loader, collate)
-    if collate is None and not (_is_indexed(data) or _is_kind(data, _SETS)):
+    if collate is None and not (_is_indexed(data) or is_kind(data, _SET, _STREAM)):
         return map(divided, elements), default_collate
     elements = (data[i] for i in range(len(data))) if _is_indexed(data) else iter(elements)
     return iter(lambda: list(itertools.islice(elements, _SOME)), []), collate or default_collate
@@ -182,11 +182,12 @@ def _has_length(data: Any) -> bool:
 def _is_indexed(data: Any) -> bool:
     """Return whether data are a data set with a length, whose elements are examples."""
     torchs = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
-    return torchs or _is_kind(data, {"datasets.arrow_dataset.Dataset"})
+    return torchs or is_kind(data, _SET)
 
 
-def _is_kind(data: Any, names: set[str]) -> bool:
-    return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in type(data).__mro__)
+def is_kind(thing: Any, *names: str) -> bool:
+    """Return whether a class of an object has one of these full names; nothing is imported for that."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in type(thing).__mro__)
 
 
 def _check(data: Any, collate: Any) -> None:
@@ -199,7 +200,7 @@ def _check(data: Any, collate: Any) -> None:
     # Tensors that differ in shape or dtype, and several tensors in a tuple, are the parts of one batch.
     kinds = {(part.shape[1:], part.dtype) for part in data} if tensors else ()
     one = tensors and collate is None and (len(kinds) > 1 or (isinstance(data, tuple) and len(data) > 1))
-    if _is_kind(data, _DICTS):
+    if is_kind(data, *_DICTS):
         raise TypeError(f"{wanted}; found {name}, which has several sets. Pass one of them: data['train'].")
     if one or isinstance(data, Tensor | Mapping):
         raise TypeError(f"{wanted}; found one batch, of type {name}. Pass [batch].")

@@ -15,9 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gemproj._arrays import wide_dtype
 from gemproj._warn import warn
+from gemproj.torch.data import is_kind
 from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 from gemproj.torch.vector import ParameterVector, mesh_of
+
+# Of transformers 4 and 5.
+_CONFIGS = [f"transformers.configuration_utils.{name}" for name in ("PretrainedConfig", "PreTrainedConfig")]
 
 
 def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool = False) -> Any:
@@ -325,27 +329,20 @@ def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
 def _changes(modules: Sequence[Any]) -> list[tuple[Any, str, Any]]:
     """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
     changes: list[tuple[Any, str, Any]] = []
-    configs: dict[int, Any] = {}
     for module in modules:
         checkpoints = module.training and module.__dict__.get("gradient_checkpointing", False)
         changes.append((module, "training", False))  # also where it is, because a loss may change the mode
         if isinstance(module, torch.nn.RNNBase):
             changes += [(module, "training", True), (module, "dropout", 0.0)]
-        if checkpoints and "GradientCheckpointingLayer" in _kinds(module):  # of transformers
+        if checkpoints and is_kind(module, "transformers.modeling_layers.GradientCheckpointingLayer"):
             changes.append((module, "training", True))
             changes.append((module, "_gradient_checkpointing_func", partial(_checkpoint, module)))
-        if (config := module.__dict__.get("config")) is not None:
-            configs[id(config)] = config
-    # With a cache of transformers, packed texts attend to each other, and checkpoints recompute with the
-    # cache of the first pass.
-    for config in configs.values():
-        if getattr(config, "use_cache", False) and _kinds(config) & {"PretrainedConfig", "PreTrainedConfig"}:
+        # With a cache of transformers, packed texts attend to each other, and checkpoints recompute with the
+        # cache of the first pass.
+        config = module.__dict__.get("config")
+        if getattr(config, "use_cache", False) and is_kind(config, *_CONFIGS):
             changes.append((config, "use_cache", False))
     return changes
-
-
-def _kinds(thing: Any) -> set[str]:
-    return {kind.__name__ for kind in type(thing).__mro__}
 
 
 def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:

@@ -37,6 +37,7 @@ from gemproj._solution import DualSolution, Unread
 from gemproj._tspace import Gram
 from gemproj._warn import warn
 from gemproj.methods import GEM2017, AnyMethod, as_method
+from gemproj.torch.data import is_kind
 from gemproj.torch.promise import Promise
 from gemproj.torch.rows import Rows
 from gemproj.torch.vector import ParameterVector, local, mesh_of
@@ -49,6 +50,8 @@ _UNFIT = {
     "LBFGS": "it uses differences of gradients between weights that it has set itself",
     "ASGD": "it averages weights that it has set itself",
 }
+# The owner of hooks is told by its name, because notebooks may load modules twice.
+_NAME = f"{__name__}.ProjectedStep"
 # Minimum rate, which keeps h finite for a learning rate of zero, as in the first step of a warmup.
 _SMALLEST_RATE = 1e-30
 # A correction may have so many times the length of a step. Otherwise losses return to their bounds by a part
@@ -514,16 +517,11 @@ def _check_optimizer(optimizer: Any) -> None:
             "one, or for Accelerate use gemproj.integrations.accelerate.Keeper."
         )
     for hook in optimizer._optimizer_step_pre_hooks.values():
-        if _is_projected(getattr(hook, "__self__", None)):
+        if is_kind(getattr(hook, "__self__", None), _NAME):
             raise ValueError(
                 "A keeper is attached to this optimizer already, and both would project. Call remove() on "
                 "it, or gemproj.torch.detach(optimizer) if it is lost; one keeper can keep many sets."
             )
-
-
-def _is_projected(owner: Any) -> bool:
-    """Return whether the owner of a hook is a `ProjectedStep`, by name: notebooks may load modules twice."""
-    return any(kind.__name__ == "ProjectedStep" for kind in type(owner).__mro__)
 
 
 def detach(optimizer: Any) -> None:
@@ -535,9 +533,9 @@ def detach(optimizer: Any) -> None:
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper; ZeRO's has an adapter with hooks
         optimizer = getattr(optimizer, "_gemproj", None) or optimizer.optimizer
     for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-        owner = getattr(hook, "__self__", None)
-        if _is_projected(owner):
-            owner.remove()  # type: ignore[union-attr]
+        owner: Any = getattr(hook, "__self__", None)
+        if is_kind(owner, _NAME):
+            owner.remove()
 
 
 @torch.no_grad()
