@@ -298,21 +298,18 @@ class Training:
 
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
-        soon, history, far, most = self._begun, self.keeper.history, list[str](), 0.0
+        soon, history, far = self._begun, self.keeper.history, dict[str, float]()
         last = min(soon // 2, max(10, soon // 20))  # steps that are judged; a history has some of many
         for name, points in history.points().items():
             late = [loss - bound for step, loss, bound in points if step >= history.steps - last]
             kept = self.keeper.sets.get(name)
-            # Of a tolerance of zero, rounding is an excess.
-            if late and kept is not None and kept.promise.allowed:
-                above = sum(excess > kept.promise.allowed for excess in late)
-                if above > 0.5 * len(late):
-                    far.append(repr(name))
-                    most = max(most, *late)
+            allowed = kept and kept.promise.allowed  # of a tolerance of zero, rounding is an excess
+            if allowed and sum(excess > allowed for excess in late) > 0.5 * len(late):
+                far[repr(name)] = max(late)
         if far:
             warn(
-                f"After {soon} steps, losses of {', '.join(far[:5])} are above their bounds "
-                f"by more than their tolerances in most steps, by up to {most:.2g}: the tolerance is not "
+                f"After {soon} steps, losses of {', '.join([*far][:5])} are above their bounds by more than "
+                f"their tolerances in most steps, by up to {max(far.values()):.2g}: the tolerance is not "
                 "kept at this learning rate. Lower the rate, or use more examples per step."
             )
 

@@ -104,10 +104,8 @@ class ParameterVector:
         """Return the gradient of a loss with respect to each parameter; ``.grad`` of shards must be None."""
         if not self.topology.collective:
             found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
-            for gradient in found:
-                if gradient is None:
-                    _refuse_reentrant(loss)
-                    break
+            if any(gradient is None for gradient in found):
+                _refuse_reentrant(loss)
             return found
         # FSDP computes with gathered parameters and writes the gradients of shards to .grad, which was None.
         loss.backward()
