@@ -509,12 +509,11 @@ def _is_long(sol: Any, gram: Gram, h: Any, margin: Any) -> bool:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        name = type(optimizer).__name__
         raise TypeError(
-            f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass the inner "
-            "one, or for Accelerate use gemproj.integrations.accelerate.Keeper."
+            f"optimizer must be a torch.optim.Optimizer with hooks; found {name}. If {name} wraps another "
+            "one, pass the inner one, or for Accelerate use gemproj.integrations.accelerate.Keeper."
         )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if is_kind(getattr(hook, "__self__", None), _NAME):
