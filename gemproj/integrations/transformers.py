@@ -74,14 +74,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     evaluation and at the end, the logs have the divergence on held-out examples, in a forward pass over them,
     as ``keep/references/held_out`` with ``held_out_low``, ``held_out_high`` and ``bound``; the Trainer's
     ``metric_for_best_model`` may be one of them.
-    For tasks one after another, pass the same callback to the trainer of each task, and keep each task when
-    it is learned::
-
-        callback = KeeperCallback(promise=Promise(weight=0.5))
-        for dataset in datasets:
-            trainer = Trainer(model, args, train_dataset=dataset, callbacks=[callback])
-            trainer.train()
-            callback.keep(trainer.get_train_dataloader(), limit=100)
+    For tasks one after another, pass the same callback to the trainer of each task, and then
+    ``trainer.get_train_dataloader()`` to its `keep`.
 
     The projected gradient is clipped to ``args.max_grad_norm``, so a weight acts as in replay; the Trainer
     itself does not clip. ``grad_norm`` in the logs is the norm of the projected gradient before it is

@@ -388,17 +388,8 @@ class Keeper(KeeperBase):
             optimizer.step()
         print(keeper.report())
 
-    Gradient Episodic Memory, task after task, and A-GEM, with one growing set::
-
-        keeper = Keeper(model, optimizer, Promise(loss, weight=0.5), on="gradient")
-        for task in stream:
-            train(task)
-            keeper.keep(task, limit=100)
-
-        keeper = Keeper(model, optimizer, Promise(loss, examples=256), method="agem", on="gradient")
-        for task in stream:
-            train(task)
-            keeper.keep(task, name="past", limit=100)
+    Gradient Episodic Memory is ``Keeper(model, optimizer, Promise(loss, weight=0.5), on="gradient")`` with
+    ``keep(task, limit=100)`` after each task; A-GEM has ``method="agem"``, and ``name="past"`` for all tasks.
 
     Each set is a row of G, the gradient of its loss. Rows are computed at the beginning of
     ``optimizer.step()``, once per accumulation window and before a closure is called, but not for steps that
