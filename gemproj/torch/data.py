@@ -37,13 +37,9 @@ _DIVIDED = (
     "Leave out or convert other values. Elements of a data set and packed texts are no batches: pass the "
     "data set, the loader itself, or collate=."
 )
-# Number of examples that are read at a time from a data set.
-_SOME = 64
 # Hugging Face data sets, which are not subclasses of torch's data sets.
 _SET, _STREAM = "datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"
 _DICTS = "datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"
-# Loaders that make batches of examples in the same way as torch's `DataLoader`.
-_ITERATED = ("DataLoader.__iter__", "DataLoaderShard.__iter__")
 _LEAVES = (Tensor, str, int, float)  # frequent types of leaves, which need no further checks
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # immutable
 
@@ -105,7 +101,7 @@ def _lists(data: Any, collate: Collate | None) -> tuple[Iterator[list[Any]], Col
     if collate is None and not (_is_indexed(data) or is_kind(data, _SET, _STREAM)):
         return map(divided, elements), default_collate
     elements = (data[i] for i in range(len(data))) if _is_indexed(data) else iter(elements)
-    return iter(lambda: list(itertools.islice(elements, _SOME)), []), collate or default_collate
+    return iter(lambda: list(itertools.islice(elements, 64)), []), collate or default_collate
 
 
 def _iterates_as_torch(loader: Any) -> bool:
@@ -113,7 +109,7 @@ def _iterates_as_torch(loader: Any) -> bool:
     kind = type(loader).__iter__.__qualname__
     if kind == "DataLoaderDispatcher.__iter__":  # for streams; process 0 reads for all processes
         return bool(loader.state.num_processes == 1)
-    return kind in _ITERATED
+    return kind in ("DataLoader.__iter__", "DataLoaderShard.__iter__")
 
 
 def _of_loader(loader: Any, collate: Collate | None) -> tuple[Iterator[list[Any]], Collate]:

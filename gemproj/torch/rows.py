@@ -206,11 +206,6 @@ class Rows:
             self._views[k, t] = self.vector.split(self.buffer[k : k + t] if t else self.buffer[k])
         return self._views[k, t]
 
-    def largest(self, out: Tensor) -> None:
-        """Write the largest absolute value of each column to `out`."""
-        # On a CPU, a norm over the first dimension takes a hundred times as long.
-        torch.maximum(self.G.amax(0), self.G.amin(0).neg_(), out=out)
-
     def lengths(self, at: slice = slice(None)) -> Tensor:
         """Return the norms of the rows in some columns."""
         # Norms of float32 numbers in float64 would take much longer.

@@ -21,8 +21,6 @@ from gemproj.torch.vector import ParameterVector
 
 # The loss scale of training leaves little room below the float16 maximum; kept losses may be larger.
 _HEADROOM = 1024.0
-# The norm of the weights, which tells their rounding, is computed anew after so many steps.
-_WEIGHED = 100
 
 
 class Training:
@@ -272,7 +270,7 @@ class Training:
         """Take the statistics of a step, and update the losses to first order."""
         rows = self.rows
         assert rows.norms is not None
-        if self._noise is None or self._begun % _WEIGHED == 0:
+        if self._noise is None or self._begun % 100 == 0:  # it changes slowly, and takes long
             self._noise = rows.vector.rounding()
         part = Projection(
             names=rows.names,
