@@ -81,10 +81,6 @@ class ZeroVector(ParameterVector):
         dist.all_reduce(whole, group=self._group)
         return whole[start : start + part.numel()].to(part.device)
 
-    def signature(self) -> dict[str, Any]:  # noqa: D102
-        entries = sum(_shape(p).numel() for p in self.parameters)
-        return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
-
     def _fragment(self, p: Any) -> tuple[Tensor, int]:
         """Return the local entries of a parameter, and the index of the first local entry."""
         if _stage3(p):

@@ -118,10 +118,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     ) -> None:
         super().__init__(data, promise, **options)
         self._final: dict[str, Any] = {}  # the last log of a training
-        names = ("name", "limit", "hold_out")
         self._writes = data is None
-        self._written: dict[str, Any] = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
-        self._written |= {name: options[name] for name in names if name in options}
+        usual = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
+        self._written: dict[str, Any] = {name: options.get(name, one) for name, one in usual.items()}
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
         data = self._own(_listed(data))
@@ -368,12 +367,8 @@ class _Examples:
         self.labelled = getattr(model, "can_generate", bool)()
         self.encodes = self.labelled and getattr(model.config, "is_encoder_decoder", False)
         self.cut = 0  # number of texts that were longer
-        columns = {
-            *inspect.signature(_base(model).forward).parameters,
-            "label",
-            "label_ids",
-            *(args.label_names or ()),
-        }
+        takes = inspect.signature(_base(model).forward).parameters
+        columns = {*takes, "label", "label_ids", *(args.label_names or ())}
         self.columns = columns if args.remove_unused_columns else set()
 
     def of(self, data: Any) -> tuple[Any, Collate | None]:

@@ -196,7 +196,7 @@ class ParameterVector:
 
     def signature(self) -> dict[str, Any]:
         """Return facts that must be equal on all processes that train the same model."""
-        entries = sum(p.numel() for p in self.parameters)
+        entries = sum(getattr(p, "ds_numel", p.numel()) for p in self.parameters)  # ZeRO-3's are elsewhere
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
     def _topology(self, group: Any) -> Processes:
