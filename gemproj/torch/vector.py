@@ -126,17 +126,16 @@ class ParameterVector:
 
         Return the indices of the others.
         """
-        plain, found, to, values = self._are_plain(gradients), list[int](), list[Tensor](), list[Tensor]()
-        for j, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
-            if gradient is not None:
-                found.append(j)
-                to.append(part)
-                values.append(gradient if plain else local(self.placed(j, gradient)).to(self.device))
-            elif not add:
-                part.zero_()
+        found = {j: gradient for j, gradient in enumerate(gradients) if gradient is not None}
+        if not self._are_plain(gradients):
+            found = {j: local(self.placed(j, g)).to(self.device) for j, g in found.items()}
         if found:
-            (torch._foreach_add_ if add else torch._foreach_copy_)(to, values)
-        return found
+            write = torch._foreach_add_ if add else torch._foreach_copy_
+            write([parts[j] for j in found], [*found.values()])
+        for j in () if add else range(len(parts)):
+            if j not in found:
+                parts[j].zero_()
+        return [*found]
 
     def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
         """Return whether all of these gradients are dense, placed as the parameters and on one device."""
