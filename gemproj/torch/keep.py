@@ -41,12 +41,6 @@ def examine(
 
     The model is called with as many examples as in a step. `loss` is the loss of the promise as it is
     computed in training. `apart` says that some examples will be held out.
-
-    Raises
-    ------
-    ValueError
-        If no example has a label; if a loss is not finite, which names the examples by their numbers; if it
-        has the wrong shape or no gradient; or if collation draws random numbers and something is stored.
     """
     promise = kept.promise
     topology, outputs = vector.topology, getattr(loss, "outputs", None)

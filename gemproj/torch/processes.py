@@ -28,27 +28,12 @@ class Processes:
     In data parallelism, parameters and rows are replicated, and each process has its own examples. With FSDP2
     and tensor parallelism, each has its own columns of G, and backward passes are `collective`: all processes
     must join them. All therefore run the same number of passes, and an error within a pass cannot be reported
-    to other processes.
-
-    Parameters
-    ----------
-    device, group
-        Where their tensors are, and the group; with `collective`, None stands for all processes.
-    collective : bool
-    averaged : bool
-        Whether backward passes that are collective average gradients over processes.
-    plain : int
-        Number of columns of parameters that are not sharded, which come first.
+    to other processes. They average gradients over processes unless they are not `averaged`. Of the columns
+    of each process, the first `plain` ones are not sharded.
     """
 
     def __init__(
-        self,
-        device: Any = None,
-        group: Any = None,
-        *,
-        collective: bool = False,
-        averaged: bool = True,
-        plain: int = 0,
+        self, device: Any, group: Any, *, collective: bool = False, averaged: bool = True, plain: int = 0
     ) -> None:
         group = dist.group.WORLD if collective and group is None else group
         self._device, self.group, self.collective, self._plain = device, group, collective, plain
