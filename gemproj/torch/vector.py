@@ -172,11 +172,11 @@ class ParameterVector:
         """
         to, given = [], []
         for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
+            if p.grad is None and wanted:
+                p.grad = torch.empty_like(p)  # with its strides, on which fused optimizers rely
             if p.grad is not None:
                 to.append(local(p.grad) if self._sharded else p.grad)
                 given.append(part)
-            elif wanted:
-                p.grad = _gradient_like(p, part)
         if to:
             torch._foreach_copy_(to, given)
 
@@ -266,19 +266,6 @@ def _refuse_reentrant(loss: Tensor) -> None:
                 )
             seen.add(node)
             left.extend(following for following, _ in node.next_functions)
-
-
-def _gradient_like(parameter: Tensor, part: Tensor) -> Tensor:
-    # The gradient has the strides of the parameter, because fused optimizers rely on equal strides.
-    part = torch.empty_like(local(parameter)).copy_(part)
-    if mesh_of(parameter) is None:
-        return part
-    from torch.distributed.tensor import DTensor
-
-    p: Any = parameter
-    return DTensor.from_local(
-        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
 
 
 def _placement(parameter: Tensor) -> tuple[int, ...]:
