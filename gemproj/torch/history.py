@@ -220,7 +220,7 @@ class History:
 
     def __init__(self) -> None:
         self.lines: dict[Any, Line] = {}
-        self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
+        self._points: dict[Any, list[tuple[int, float, float]]] = {}  # step, loss and bound, by set
         self.steps, self._every = 0, 1
         self._pending: list[tuple[int, Projection]] = []  # numbers and steps that have not been counted yet
         self._kind: list[Any] = []
@@ -267,17 +267,12 @@ class History:
         """Drop the statistics of a set, because its name now means other examples or another promise."""
         self.count()
         self.lines.pop(name, None)
-        for _, values in self._points:
-            values.pop(name, None)
+        self._points.pop(name, None)
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
         """Return a list of (step, loss, bound) for each set; the bound is NaN without a tolerance."""
         self.count()
-        found: dict[Any, list[tuple[int, float, float]]] = {name: [] for name in self.lines}
-        for step, values in self._points:
-            for name, pair in values.items():
-                found.setdefault(name, []).append((step, *pair))
-        return found
+        return {name: list(self._points.get(name, ())) for name in self.lines}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of all sets; the points of plots are not included."""
@@ -327,12 +322,12 @@ class History:
             line.broke += float(broken[:, k].sum())
             line.multiplier += float(np.nan_to_num(lam[:, k]).sum())
             line.looks += sum(step.ages[k] == 0 for step in pending)
-        for k, (number, step) in enumerate(zip(numbers, pending, strict=True)):
-            if number % self._every == 0:
-                pairs = np.stack([losses[k], losses[k] - excess[k]], 1).tolist()
-                self._points.append((number, dict(zip(step.names, map(tuple, pairs), strict=True))))
-            if len(self._points) > _MOST_POINTS:
-                self._points, self._every = self._points[::2], 2 * self._every
+            found = zip(numbers, losses[:, k].tolist(), (losses - excess)[:, k].tolist(), strict=True)
+            self._points.setdefault(name, []).extend(p for p in found if p[0] % self._every == 0)
+        while any(len(points) > _MOST_POINTS for points in self._points.values()):
+            self._every *= 2
+            for points in self._points.values():
+                points[:] = [point for point in points if point[0] % self._every == 0]
 
 
 # Relative excess of a loss that is a rounding error.
