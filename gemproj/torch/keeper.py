@@ -206,15 +206,11 @@ class KeeperBase:
             )
         return make_report(self.history, self.sets, self._scored(), bypassed)
 
-    def held_out(self) -> dict[Hashable, tuple[float, float, float]]:
-        """Return the loss of the held-out examples of each set now, with the ends of its 95 % interval.
+    def _scored(self) -> dict[Hashable, tuple[float, float, float, float]]:
+        """Return the loss of the held-out examples of each set now, the ends of its interval, and its bound.
 
         Sets that were kept with other adapters than those that are active are left out.
         """
-        return {name: found[:3] for name, found in self._scored().items()}
-
-    def _scored(self) -> dict[Hashable, tuple[float, float, float, float]]:
-        """Return `held_out`, with the bound of each loss."""
         if self._training is None:
             return {}
         active = self._training.active()
