@@ -55,17 +55,7 @@ class AcceleratedKeeper(KeeperBase):
 class Keeper(AcceleratedKeeper):
     """`gemproj.torch.Keeper` for a model and an optimizer returned by ``accelerator.prepare``.
 
-    ::
-
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        keeper = Keeper(accelerator, model, optimizer)
-        keeper.keep(texts, Promise(Distillation()), name="chat")
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-            accelerator.log(keeper.logs())
+    After it, ``keeper = Keeper(accelerator, model, optimizer)`` is the only change of a loop.
 
     Losses on kept examples use the forward pass of the prepared model, with its precision and, in float16,
     its loss scale. If the loss needs ``accelerator.autocast()``, use it inside the loss.
