@@ -89,14 +89,13 @@ class Training:
         """Begin to project the parameters that the model has now; raise if the optimizers hold others."""
         vector = self._new_vector()
         held = [p for p in self._held() if p.requires_grad]
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         ids = set(map(id, held))
-        lacking = [name for name, p in trainable.items() if id(p) not in ids]
+        lacking = [name for name, p in zip(vector.names, vector.parameters, strict=True) if id(p) not in ids]
         if lacking:
             raise ValueError(
-                f"optimizer lacks {len(lacking)} of the {len(trainable)} trainable parameters of the model, "
-                f"such as {lacking[0]!r}. Add those of a new layer with optimizer.add_param_group, freeze "
-                "parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
+                f"optimizer lacks {len(lacking)} of the {len(vector.names)} trainable parameters of the "
+                f"model, such as {lacking[0]!r}. Add those of a new layer with optimizer.add_param_group, "
+                "freeze parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
             )
         # Parameters of a layer that was replaced may stay in the optimizer; no loss depends on them any more.
         known = {id(p) for p in vector.parameters} | {at for at, *_ in self._known}
