@@ -174,11 +174,8 @@ class KeeperCallback(CallbackBase, Callback):
         device = next(module.parameters()).device  # after `fit`, Lightning moves modules to the CPU
         with precision.forward_context():
             # Hooks of the module or its data module may change their input in place.
-            batch = map_nested(_copied, precision.convert_input(batch))
+            given = precision.convert_input(batch)
+            batch = map_nested(lambda a: a.clone() if isinstance(a, torch.Tensor) else a, given)
             batch = learner._on_before_batch_transfer(batch, 0)
             batch = learner._apply_batch_transfer_handler(batch, device, 0)
             return function(module, batch, *outputs)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
