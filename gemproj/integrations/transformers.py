@@ -142,10 +142,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             return data  # each has its own
         return data[rank::world] if isinstance(data, list | tuple) else Subset(data, range(rank, n, world))
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give back the norm to which gradients are clipped, after a training that broke off."""
-        _clip_again(args)
-
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
@@ -251,9 +247,11 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             for name in [name for name in metrics or () if name.removeprefix("eval_").startswith("keep/")]:
                 del metrics[name]
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give back the norm, if training stops within a step, before a checkpoint is saved."""
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give back the norm, if training broke off or stops within a step, before a checkpoint is saved."""
         _clip_again(args)
+
+    on_epoch_end = on_init_end
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state of the keeper to the checkpoint."""
