@@ -98,16 +98,15 @@ class Rows:
         self.clear()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.names)
 
     @property
     def G(self) -> Tensor:
         """A view of G, shape (t, d)."""
-        return self.buffer[: self._count]
+        return self.buffer[: len(self)]
 
     def clear(self) -> None:
         """Drop all rows, but keep the buffer."""
-        self._count = 0
         self.norms: Tensor | None = None
         self.names: list[Any] = []  # of the set of each row
         self.reached = [False] * len(self.vector.parameters)  # by the loss of any row
@@ -188,7 +187,7 @@ class Rows:
             now = topology.sum_values(torch.stack([self.found[due], stored]))
             self.losses, self.stored = torch.stack(before).index_copy(1, due, now)
         self.ages = [0 if whole or k in at else ages[k] for k in range(t)]
-        self._count, self.names = t, list(names)  # last, so that an interrupt leaves no rows
+        self.names = list(names)  # last, so that an interrupt leaves no rows
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
         """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""
