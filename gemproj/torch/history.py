@@ -393,10 +393,8 @@ class Report(dict[Any, Line]):
         -------
         matplotlib.axes.Axes
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install matplotlib.") from error
+        import matplotlib.pyplot as plt
+
         if ax is None:
             _, ax = plt.subplots(layout="constrained")
         for name, points in self._points.items():
