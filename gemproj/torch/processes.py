@@ -36,6 +36,11 @@ class Processes:
         self, device: Any, group: Any, *, collective: bool = False, averaged: bool = True, plain: int = 0
     ) -> None:
         group = dist.group.WORLD if collective and group is None else group
+        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
+                f"{type(group).__name__}."
+            )
         self._device, self.group, self.collective, self._plain = device, group, collective, plain
         self.world = 1 if group is None else dist.get_world_size(group)
         self._divisor = self.world if collective and averaged else 1
@@ -146,15 +151,6 @@ class Processes:
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine, group=self.group)
         return [theirs.tolist() for theirs in everyone]
-
-
-def check_group(group: Any) -> None:
-    """Raise unless `group` is a group of processes or None."""
-    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
-            f"{type(group).__name__}."
-        )
 
 
 def everyone() -> Any:

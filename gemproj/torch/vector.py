@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemproj.torch.processes import Processes, check_group
+from gemproj.torch.processes import Processes
 
 
 class Buffer(NamedTuple):
@@ -30,7 +30,6 @@ class ParameterVector:
     """
 
     def __init__(self, named: Iterable[tuple[str, Any]], group: Any = None) -> None:
-        check_group(group)
         chosen = [(name, p) for name, p in named if p.requires_grad]
         if not chosen:
             raise ValueError("model has no parameter that requires a gradient; nothing could be projected.")
