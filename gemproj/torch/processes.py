@@ -86,8 +86,8 @@ class Processes:
                 self.sum_values(row[: self._plain])
         if self.collective or self.group is None:
             return reached
-        self._sum(rows)
-        counts = self._sum(torch.tensor(reached, dtype=torch.int32, device=self._device))
+        self.sum(rows)
+        counts = self.sum(torch.tensor(reached, dtype=torch.int32, device=self._device))
         return [n > 0 for n in counts.tolist()]
 
     @contextmanager
@@ -114,13 +114,14 @@ class Processes:
 
     def sum_shards(self, values: Tensor) -> Tensor:
         """Sum values over processes in place; each process has computed them from the columns it owns."""
-        return self._sum(values) if self.collective else values
+        return self.sum(values) if self.collective else values
 
     def sum_values(self, values: Tensor) -> Tensor:
         """Sum values over processes in place; each process has multiplied its values by its `weight`."""
-        return self._sum(values) if self._divisor == 1 else self._sum(values).div_(self._divisor)
+        return self.sum(values) if self._divisor == 1 else self.sum(values).div_(self._divisor)
 
-    def _sum(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum values over processes in place."""
         if self.group is not None:
             dist.all_reduce(values, group=self.group)
         return values
