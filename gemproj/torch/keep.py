@@ -74,10 +74,23 @@ def examine(
                 "loss(model, batch) has no gradient: it does not depend on trainable parameters of the "
                 "model, or runs under torch.no_grad() or detach()."
             )
-        if first:
-            two = None if stored is None else moved(kept.given(found[:2]), vector.device)
-            _warn_of_others(kept, at, value.detach(), loss, model, vector, two)
+        if first and value.ndim and len(at) > 2 and promise.allowed is not None and promise.examples:
+            warn_of_others(value.detach(), stored is not None)
         return value
+
+    def warn_of_others(among_more: Tensor, stored: bool) -> None:
+        """Warn if losses depend on the other examples of a batch, which change, by those of the first two."""
+        two = moved(kept.given(found[:2]), vector.device) if stored else None
+        with torch.no_grad():
+            alone = call_loss(loss, model, kept.fetch([0, 1], vector.device)[0], 2, two)
+        apart = float((alone - among_more[:2]).abs().max())
+        if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
+            warn(
+                f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by "
+                f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "
+                "negatives from the same batch, and padding on the left without position ids. Pass "
+                "microbatch=1, or use all examples in every step: examples=None."
+            )
 
     kept.losses, means = _losses(model, vector, kept, microbatch, look)
     kept.means = topology.least(-means) < 0  # of any process
@@ -237,34 +250,6 @@ def _check_finite(
         "about it is possible. Leave out examples with NaN or without a label, and check the weights of the "
         "model."
     )
-
-
-def _warn_of_others(
-    kept: KeptSet,
-    at: list[int],
-    among_more: Tensor,
-    loss: Loss,
-    model: torch.nn.Module,
-    vector: ParameterVector,
-    outputs: Any,
-) -> None:
-    """Warn if the loss of an example depends on the other examples of its batch, which change.
-
-    `outputs` are the stored ones of the first two examples.
-    """
-    if kept.promise.allowed is None or kept.promise.examples is None or among_more.ndim == 0 or len(at) < 3:
-        return
-    batch, _ = kept.fetch(at[:2], vector.device)
-    with torch.no_grad():
-        alone = call_loss(loss, model, batch, 2, outputs)
-    apart = float((alone - among_more[:2]).abs().max())
-    if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
-        warn(
-            f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by "
-            f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "
-            "negatives from the same batch, and padding on the left without position ids. Pass microbatch=1, "
-            "or use all examples in every step: examples=None."
-        )
 
 
 def _of_one(outputs: Any, n: int) -> Any:
