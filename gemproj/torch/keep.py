@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
@@ -30,12 +30,7 @@ _NO_LABEL = (
 
 
 def examine(
-    kept: KeptSet,
-    model: torch.nn.Module,
-    vector: ParameterVector,
-    loss: Loss,
-    microbatch: int | None = None,
-    apart: bool = False,
+    kept: KeptSet, model: nn.Module, vector: ParameterVector, loss: Loss, microbatch: int | None, apart: bool
 ) -> None:
     """Store the outputs and losses of the model for a new set, and leave out examples without a label.
 
@@ -112,7 +107,7 @@ def examine(
 
 
 def scored(
-    model: torch.nn.Module, vector: ParameterVector, kept: KeptSet, loss: Loss, microbatch: int | None = None
+    model: nn.Module, vector: ParameterVector, kept: KeptSet, loss: Loss, microbatch: int | None
 ) -> tuple[float, float, float, float]:
     """Return the mean loss of all examples of a set now, a 95 % interval of it, and their loss when kept.
 
@@ -135,7 +130,7 @@ def scored(
 
 
 def _losses(
-    model: torch.nn.Module, vector: ParameterVector, kept: KeptSet, microbatch: int | None, look: Any
+    model: nn.Module, vector: ParameterVector, kept: KeptSet, microbatch: int | None, look: Any
 ) -> tuple[Tensor, int]:
     """Return the loss of each example, from calls of `look` with as many examples at a time as in a step.
 
@@ -234,7 +229,7 @@ def _check_collate(kept: KeptSet) -> None:
 
 
 def _check_finite(
-    kept: KeptSet, numbers: list[int], loss: Loss, model: torch.nn.Module, vector: ParameterVector
+    kept: KeptSet, numbers: list[int], loss: Loss, model: nn.Module, vector: ParameterVector
 ) -> None:
     """Raise if a loss is not finite, and name the examples."""
     wrong = (~kept.losses.isfinite()).nonzero().flatten().tolist()
