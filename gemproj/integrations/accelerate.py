@@ -155,15 +155,11 @@ def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
 
 def _refuse_engine(state: AcceleratorState) -> None:
     """Raise for engines whose steps or parameters a keeper cannot reach."""
-    kind = state.distributed_type
-    if kind == DistributedType.MEGATRON_LM:
+    kind, plugin = state.distributed_type, getattr(state, "fsdp_plugin", None)
+    flat = kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1
+    if flat or kind == DistributedType.MEGATRON_LM:
+        how = "of version 1 hides parameters in flat ones" if flat else "takes its steps itself"
         raise ValueError(
-            f"{kind.value} takes its steps itself, so hooks cannot project them. Use "
-            "DistributedDataParallel, FSDP2 (fsdp_version=2) or DeepSpeed ZeRO."
-        )
-    plugin = getattr(state, "fsdp_plugin", None)
-    if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1:
-        raise ValueError(
-            "FSDP1 hides parameters in flat parameters, so a keeper sees neither their gradients nor "
-            "their steps. Use FSDP2: fsdp_version=2."
+            f"{kind.value} {how}, so a keeper cannot project the steps. Use DistributedDataParallel, FSDP2 "
+            "(fsdp_version=2) or DeepSpeed ZeRO."
         )
