@@ -77,16 +77,12 @@ def read(
 
 def _sampled(examples: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
     """Return copies of `limit` examples, each with the same probability."""
-
-    def draw(n: int) -> int:
-        return int(torch.randint(n, (), generator=random, device="cpu"))
-
     kept: list[Any] = []
     for seen, one in enumerate(examples):
         if seen < limit:
             kept += owned([one])
-        elif draw(seen + 1) < limit:
-            kept[draw(limit)] = owned([one])[0]
+        elif (at := int(torch.randint(seen + 1, (), generator=random, device="cpu"))) < limit:
+            kept[at] = owned([one])[0]
     return kept
 
 
