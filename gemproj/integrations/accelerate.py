@@ -55,17 +55,7 @@ class AcceleratedKeeper(KeeperBase):
 class Keeper(AcceleratedKeeper):
     """`gemproj.torch.Keeper` for a model and an optimizer returned by ``accelerator.prepare``.
 
-    ::
-
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        keeper = Keeper(accelerator, model, optimizer)
-        keeper.keep(texts, Promise(Distillation()), name="chat")
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-            accelerator.log(keeper.logs())
+    After it, ``keeper = Keeper(accelerator, model, optimizer)`` is the only change of a loop.
 
     Losses on kept examples use the forward pass of the prepared model, with its precision and, in float16,
     its loss scale. If the loss needs ``accelerator.autocast()``, use it inside the loss.
@@ -165,15 +155,11 @@ def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
 
 def _refuse_engine(state: AcceleratorState) -> None:
     """Raise for engines whose steps or parameters a keeper cannot reach."""
-    kind = state.distributed_type
-    if kind == DistributedType.MEGATRON_LM:
+    kind, plugin = state.distributed_type, getattr(state, "fsdp_plugin", None)
+    flat = kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1
+    if flat or kind == DistributedType.MEGATRON_LM:
+        how = "of version 1 hides parameters in flat ones" if flat else "takes its steps itself"
         raise ValueError(
-            f"{kind.value} takes its steps itself, so hooks cannot project them. Use "
-            "DistributedDataParallel, FSDP2 (fsdp_version=2) or DeepSpeed ZeRO."
-        )
-    plugin = getattr(state, "fsdp_plugin", None)
-    if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1:
-        raise ValueError(
-            "FSDP1 hides parameters in flat parameters, so a keeper sees neither their gradients nor "
-            "their steps. Use FSDP2: fsdp_version=2."
+            f"{kind.value} {how}, so a keeper cannot project the steps. Use DistributedDataParallel, FSDP2 "
+            "(fsdp_version=2) or DeepSpeed ZeRO."
         )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gemproj.torch.keeper import KeeperBase
-from gemproj.torch.processes import Local, Sharded, everyone
+from gemproj.torch.processes import Processes, everyone
 from gemproj.torch.promise import Loss, Promise
 from gemproj.torch.step import On, ProjectedStep
 from gemproj.torch.vector import ParameterVector
@@ -81,10 +81,6 @@ class ZeroVector(ParameterVector):
         dist.all_reduce(whole, group=self._group)
         return whole[start : start + part.numel()].to(part.device)
 
-    def signature(self) -> dict[str, Any]:  # noqa: D102
-        entries = sum(_shape(p).numel() for p in self.parameters)
-        return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
-
     def _fragment(self, p: Any) -> tuple[Tensor, int]:
         """Return the local entries of a parameter, and the index of the first local entry."""
         if _stage3(p):
@@ -94,7 +90,7 @@ class ZeroVector(ParameterVector):
             return torch.empty(0, device=p.device), 0
         return mapping.hp_fragment.detach(), mapping.lp_fragment_address.start
 
-    def _topology(self, group: Any) -> Local:
+    def _topology(self, group: Any) -> Processes:
         world = dist.get_world_size(group)
         for p in self.parameters:
             if dist.get_world_size(p.ds_process_group if _stage3(p) else p._dp_group) != world:
@@ -103,7 +99,8 @@ class ZeroVector(ParameterVector):
                     "experts or tensor parallelism). Partition them over all processes, or use FSDP2."
                 )
         self._group = group
-        return _Zero(self.device, group)
+        # `placed` sums gradients over processes, not the backward pass.
+        return Processes(self.device, group, collective=True, averaged=False)
 
     def _owns(self, parameter: Tensor, group: Any) -> bool:
         return True
@@ -232,12 +229,6 @@ class ZeroStep(ProjectedStep):
 
     def _moves(self) -> list[bool]:
         return [group is not None and bool(group["lr"]) for group in self._groups]
-
-
-class _Zero(Sharded):
-    """Shards whose gradients are summed over processes by `ZeroVector.placed`, not by the backward pass."""
-
-    weight, sum_values = Local.weight, Sharded.sum_shards
 
 
 def _stage3(p: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 try:
@@ -128,7 +129,8 @@ class KeeperCallback(CallbackBase, Callback):
         """Project the gradient, before Lightning clips it."""
         if not self._steps[0].early:
             return
-        scaled = self._scaler is not None and self._scaler.is_enabled()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaled = scaler is not None and scaler.is_enabled()
         # After an overflow, the scaler takes no step. It reads the gradients, too.
         if not (scaled and not total_norm(pl_module.parameters()).isfinite()):
             self._steps[0].begin()
@@ -158,29 +160,22 @@ class KeeperCallback(CallbackBase, Callback):
             self.load_state_dict(restored)
 
     def _wrapped(self, loss: Loss) -> Loss:
-        trainer = self._trainer
-        assert trainer is not None
-
-        def in_precision(function: Any) -> Any:
-            def call(module: Any, batch: Any, *outputs: Any) -> Any:
-                learner, precision = trainer.lightning_module, trainer.precision_plugin
-                device = next(module.parameters()).device  # after `fit`, Lightning moves modules to the CPU
-                with precision.forward_context():
-                    # Hooks of the module or its data module may change their input in place.
-                    batch = map_nested(_copied, precision.convert_input(batch))
-                    batch = learner._on_before_batch_transfer(batch, 0)
-                    batch = learner._apply_batch_transfer_handler(batch, device, 0)
-                    return function(module, batch, *outputs)
-
-            return call
-
-        found = in_precision(loss)
+        found: Any = partial(self._called, loss)
         if hasattr(loss, "outputs"):
-            found.outputs = in_precision(loss.outputs)
+            found.outputs = partial(self._called, loss.outputs)
         if hasattr(loss, "labelled"):
             found.labelled = loss.labelled
         return found
 
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    def _called(self, function: Any, module: Any, batch: Any, *outputs: Any) -> Any:
+        """Call a function of a batch in the precision of the trainer, as it calls its module."""
+        assert self._trainer is not None
+        learner, precision = self._trainer.lightning_module, self._trainer.precision_plugin
+        device = next(module.parameters()).device  # after `fit`, Lightning moves modules to the CPU
+        with precision.forward_context():
+            # Hooks of the module or its data module may change their input in place.
+            given = precision.convert_input(batch)
+            batch = map_nested(lambda a: a.clone() if isinstance(a, torch.Tensor) else a, given)
+            batch = learner._on_before_batch_transfer(batch, 0)
+            batch = learner._apply_batch_transfer_handler(batch, device, 0)
+            return function(module, batch, *outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 try:
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gemproj._dual import solve_gram
+from gemproj._warn import warn
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,9 @@ class ConeProjector(DualConeProjector):
                 f"G must have shape (m, m) and U (..., m); found {tuple(G.shape)} and {tuple(U.shape)}."
             )
         if G.dtype == torch.float16 and (G.diagonal() < torch.finfo(G.dtype).tiny).any():
-            warnings.warn(
+            warn(
                 "G has squares of row norms that underflow in float16, so the constraints of these rows may "
-                "be violated. Use bfloat16 or float32, or scale the losses.",
-                stacklevel=2,
+                "be violated. Use bfloat16 or float32, or scale the losses."
             )
         V, K = U.detach().to("cpu", torch.float64), G.detach().to("cpu", torch.float64)
         K = 0.5 * (K + K.mT)  # products on a device need not be symmetric to the last bit

@@ -74,14 +74,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     evaluation and at the end, the logs have the divergence on held-out examples, in a forward pass over them,
     as ``keep/references/held_out`` with ``held_out_low``, ``held_out_high`` and ``bound``; the Trainer's
     ``metric_for_best_model`` may be one of them.
-    For tasks one after another, pass the same callback to the trainer of each task, and keep each task when
-    it is learned::
-
-        callback = KeeperCallback(promise=Promise(weight=0.5))
-        for dataset in datasets:
-            trainer = Trainer(model, args, train_dataset=dataset, callbacks=[callback])
-            trainer.train()
-            callback.keep(trainer.get_train_dataloader(), limit=100)
+    For tasks one after another, pass the same callback to the trainer of each task, and then
+    ``trainer.get_train_dataloader()`` to its `keep`.
 
     The projected gradient is clipped to ``args.max_grad_norm``, so a weight acts as in replay; the Trainer
     itself does not clip. ``grad_norm`` in the logs is the norm of the projected gradient before it is
@@ -124,10 +118,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     ) -> None:
         super().__init__(data, promise, **options)
         self._final: dict[str, Any] = {}  # the last log of a training
-        names = ("name", "limit", "hold_out")
         self._writes = data is None
-        self._written: dict[str, Any] = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
-        self._written |= {name: options[name] for name in names if name in options}
+        usual = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
+        self._written: dict[str, Any] = {name: options.get(name, one) for name, one in usual.items()}
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
         data = self._own(_listed(data))
@@ -149,19 +142,15 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             return data  # each has its own
         return data[rank::world] if isinstance(data, list | tuple) else Subset(data, range(rank, n, world))
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give back the norm to which gradients are clipped, after a training that broke off."""
-        _clip_again(args)
-
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Attach to the optimizer, and keep what waits for a model."""
         _clip_again(args)
-        self.max_norm = None
-        before = self._model
+        before = self._training
         self._attach_prepared(model, optimizer)
-        changed = before is not None and _base(before) is not _base(self._model)
+        assert self._training is not None
+        changed = before is not None and _base(before.model) is not _base(self._training.model)
         # A checkpoint has its own sets, and a search makes a model for each trial.
         if changed and self.sets and not (state.global_step or state.is_hyper_param_search):
             warn(
@@ -193,8 +182,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     def _keep_references(self) -> None:
         """Let a language model write what to keep, where no data was given."""
         assert self._collate is not None
-        assert self._model is not None
-        tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._model)
+        assert self._training is not None
+        tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._training.model)
         if self._written["name"] in self.sets:
             return
         if not getattr(model, "can_generate", bool)():
@@ -205,7 +194,6 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
                 "Without data the model writes what to keep, which needs its tokenizer: pass "
                 "processing_class=tokenizer to the trainer, or data to KeeperCallback."
             )
-        assert self._training is not None
         rank, world = _place()
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
         n = self._written["limit"] or max(_TEXTS_WRITTEN // world, _FEWEST)
@@ -217,9 +205,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
         # DeepSpeed clips within its step.
         if args.max_grad_norm and self._steps and type(self._steps[0]) is ProjectedStep:
-            self.max_norm, self._steps[0].norm = float(args.max_grad_norm), None
+            self._steps[0].max_norm, self._steps[0].norm = float(args.max_grad_norm), None
             args.max_grad_norm = _Later()
-            args.max_grad_norm.norm = self.max_norm
+            args.max_grad_norm.norm = self._steps[0].max_norm
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -259,9 +247,11 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             for name in [name for name in metrics or () if name.removeprefix("eval_").startswith("keep/")]:
                 del metrics[name]
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give back the norm, if training stops within a step, before a checkpoint is saved."""
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give back the norm, if training broke off or stops within a step, before a checkpoint is saved."""
         _clip_again(args)
+
+    on_epoch_end = on_init_end
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state of the keeper to the checkpoint."""
@@ -375,12 +365,8 @@ class _Examples:
         self.labelled = getattr(model, "can_generate", bool)()
         self.encodes = self.labelled and getattr(model.config, "is_encoder_decoder", False)
         self.cut = 0  # number of texts that were longer
-        columns = {
-            *inspect.signature(_base(model).forward).parameters,
-            "label",
-            "label_ids",
-            *(args.label_names or ()),
-        }
+        takes = inspect.signature(_base(model).forward).parameters
+        columns = {*takes, "label", "label_ids", *(args.label_names or ())}
         self.columns = columns if args.remove_unused_columns else set()
 
     def of(self, data: Any) -> tuple[Any, Collate | None]:
@@ -406,7 +392,11 @@ class _Examples:
             if self.encodes and len(parts) < 2:
                 raise ValueError(_TWO_SIDES)
             self.cut = 0
-            made = [self.of_texts([one[name] for name in parts] if parts else [one]) for one in data]
+            said = ([one[name] for name in parts] if parts else [one] for one in data)
+            if self.encodes:
+                made = [self.of_tokens(self.ids(a), self.ids(b, "text_target")) for a, b, *_ in said]
+            else:
+                made = [self.of_tokens(self.ids(reduce(add, some))) for some in said]
             if self.cut:
                 warn(
                     f"{self.cut} of {len(made)} texts are longer than {self.longest:,} tokens and are "
@@ -424,12 +414,6 @@ class _Examples:
                 raise ValueError(_TWO_SIDES)
             return [self.of_tokens(**one) for one in data], self
         return data, None if self.collate is None else self
-
-    def of_texts(self, parts: list[Any]) -> dict[str, Any]:
-        """Return the tokens of the parts of a text or of a conversation as an example."""
-        if self.encodes:
-            return self.of_tokens(self.ids(parts[0]), self.ids(parts[1], "text_target"))
-        return self.of_tokens(self.ids(reduce(add, parts)))
 
     def of_tokens(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
         """Return tokens as an example; an empty one has no label, and no position that counts."""

@@ -37,13 +37,9 @@ _DIVIDED = (
     "Leave out or convert other values. Elements of a data set and packed texts are no batches: pass the "
     "data set, the loader itself, or collate=."
 )
-# Number of examples that are read at a time from a data set.
-_SOME = 64
 # Hugging Face data sets, which are not subclasses of torch's data sets.
-_SETS = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"}
-_DICTS = {"datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"}
-# Loaders that make batches of examples in the same way as torch's `DataLoader`.
-_ITERATED = ("DataLoader.__iter__", "DataLoaderShard.__iter__")
+_SET, _STREAM = "datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"
+_DICTS = "datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"
 _LEAVES = (Tensor, str, int, float)  # frequent types of leaves, which need no further checks
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # immutable
 
@@ -81,16 +77,12 @@ def read(
 
 def _sampled(examples: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
     """Return copies of `limit` examples, each with the same probability."""
-
-    def draw(n: int) -> int:
-        return int(torch.randint(n, (), generator=random, device="cpu"))
-
     kept: list[Any] = []
     for seen, one in enumerate(examples):
         if seen < limit:
             kept += owned([one])
-        elif draw(seen + 1) < limit:
-            kept[draw(limit)] = owned([one])[0]
+        elif (at := int(torch.randint(seen + 1, (), generator=random, device="cpu"))) < limit:
+            kept[at] = owned([one])[0]
     return kept
 
 
@@ -102,10 +94,10 @@ def _lists(data: Any, collate: Collate | None) -> tuple[Iterator[list[Any]], Col
         elements = loader = _copied_loader(data)
         if loader.batch_sampler is not None and (collate is not None or _iterates_as_torch(loader)):
             return _of_loader(loader, collate)
-    if collate is None and not (_is_indexed(data) or _is_kind(data, _SETS)):
+    if collate is None and not (_is_indexed(data) or is_kind(data, _SET, _STREAM)):
         return map(divided, elements), default_collate
     elements = (data[i] for i in range(len(data))) if _is_indexed(data) else iter(elements)
-    return iter(lambda: list(itertools.islice(elements, _SOME)), []), collate or default_collate
+    return iter(lambda: list(itertools.islice(elements, 64)), []), collate or default_collate
 
 
 def _iterates_as_torch(loader: Any) -> bool:
@@ -113,7 +105,7 @@ def _iterates_as_torch(loader: Any) -> bool:
     kind = type(loader).__iter__.__qualname__
     if kind == "DataLoaderDispatcher.__iter__":  # for streams; process 0 reads for all processes
         return bool(loader.state.num_processes == 1)
-    return kind in _ITERATED
+    return kind in ("DataLoader.__iter__", "DataLoaderShard.__iter__")
 
 
 def _of_loader(loader: Any, collate: Collate | None) -> tuple[Iterator[list[Any]], Collate]:
@@ -182,11 +174,12 @@ def _has_length(data: Any) -> bool:
 def _is_indexed(data: Any) -> bool:
     """Return whether data are a data set with a length, whose elements are examples."""
     torchs = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
-    return torchs or _is_kind(data, {"datasets.arrow_dataset.Dataset"})
+    return torchs or is_kind(data, _SET)
 
 
-def _is_kind(data: Any, names: set[str]) -> bool:
-    return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in type(data).__mro__)
+def is_kind(thing: Any, *names: str) -> bool:
+    """Return whether a class of an object has one of these full names; nothing is imported for that."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in type(thing).__mro__)
 
 
 def _check(data: Any, collate: Any) -> None:
@@ -199,7 +192,7 @@ def _check(data: Any, collate: Any) -> None:
     # Tensors that differ in shape or dtype, and several tensors in a tuple, are the parts of one batch.
     kinds = {(part.shape[1:], part.dtype) for part in data} if tensors else ()
     one = tensors and collate is None and (len(kinds) > 1 or (isinstance(data, tuple) and len(data) > 1))
-    if _is_kind(data, _DICTS):
+    if is_kind(data, *_DICTS):
         raise TypeError(f"{wanted}; found {name}, which has several sets. Pass one of them: data['train'].")
     if one or isinstance(data, Tensor | Mapping):
         raise TypeError(f"{wanted}; found one batch, of type {name}. Pass [batch].")
@@ -252,10 +245,7 @@ def moved(batch: Batch, device: Any) -> Batch:
     def movable(value: Any) -> bool:
         return callable(getattr(value, "to", None)) and not isinstance(value, type)
 
-    def move(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, Tensor) or movable(leaf) else leaf
-
-    return map_nested(move, batch, movable)
+    return map_nested(lambda leaf: leaf.to(device) if movable(leaf) else leaf, batch, movable)
 
 
 def divided(batch: Batch, remedy: str = _DIVIDED, numbers: Sequence[bool] = ()) -> list[Any]:

@@ -212,9 +212,6 @@ class Line:
     kept: bool = True
 
 
-_SUMS = ("would_break", "broke", "multiplier")  # sums over steps in `History`, means in a `Report`
-
-
 class History:
     """Statistics of the steps under promises, for each set and on average, in bounded memory.
 
@@ -223,7 +220,7 @@ class History:
 
     def __init__(self) -> None:
         self.lines: dict[Any, Line] = {}
-        self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
+        self._points: dict[Any, list[tuple[int, float, float]]] = {}  # step, loss and bound, by set
         self.steps, self._every = 0, 1
         self._pending: list[tuple[int, Projection]] = []  # numbers and steps that have not been counted yet
         self._kind: list[Any] = []
@@ -270,17 +267,12 @@ class History:
         """Drop the statistics of a set, because its name now means other examples or another promise."""
         self.count()
         self.lines.pop(name, None)
-        for _, values in self._points:
-            values.pop(name, None)
+        self._points.pop(name, None)
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
         """Return a list of (step, loss, bound) for each set; the bound is NaN without a tolerance."""
         self.count()
-        found: dict[Any, list[tuple[int, float, float]]] = {name: [] for name in self.lines}
-        for step, values in self._points:
-            for name, pair in values.items():
-                found.setdefault(name, []).append((step, *pair))
-        return found
+        return {name: list(self._points.get(name, ())) for name in self.lines}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of all sets; the points of plots are not included."""
@@ -330,12 +322,12 @@ class History:
             line.broke += float(broken[:, k].sum())
             line.multiplier += float(np.nan_to_num(lam[:, k]).sum())
             line.looks += sum(step.ages[k] == 0 for step in pending)
-        for k, (number, step) in enumerate(zip(numbers, pending, strict=True)):
-            if number % self._every == 0:
-                pairs = np.stack([losses[k], losses[k] - excess[k]], 1).tolist()
-                self._points.append((number, dict(zip(step.names, map(tuple, pairs), strict=True))))
-            if len(self._points) > _MOST_POINTS:
-                self._points, self._every = self._points[::2], 2 * self._every
+            found = zip(numbers, losses[:, k].tolist(), (losses - excess)[:, k].tolist(), strict=True)
+            self._points.setdefault(name, []).extend(p for p in found if p[0] % self._every == 0)
+        while any(len(points) > _MOST_POINTS for points in self._points.values()):
+            self._every *= 2
+            for points in self._points.values():
+                points[:] = [point for point in points if point[0] % self._every == 0]
 
 
 # Relative excess of a loss that is a rounding error.
@@ -381,14 +373,8 @@ class Report(dict[Any, Line]):
         names = [field.name for field in fields(Line) if field.name not in hidden]
         heads = [name.replace("_", " ") for name in names]
         cells = [[_cell(getattr(line, name), name) for name in names] for line in self.values()]
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        table = [
-            "  ".join(
-                cell.ljust(width) if j == 0 else cell.rjust(width)
-                for j, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in [heads, *cells]
-        ]
+        first, *widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        table = ["  ".join([a.ljust(first), *map(str.rjust, more, widths)]) for a, *more in [heads, *cells]]
         said = [_said(line) for line in self.values() if line.held]
         bounded = any(line.bound == line.bound for line in self.values())
         if bounded and not any(line.held for line in self.values()):
@@ -407,10 +393,8 @@ class Report(dict[Any, Line]):
         -------
         matplotlib.axes.Axes
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install matplotlib.") from error
+        import matplotlib.pyplot as plt
+
         if ax is None:
             _, ax = plt.subplots(layout="constrained")
         for name, points in self._points.items():
@@ -431,7 +415,7 @@ def make_report(
     points, lines = history.points(), []
     for name, kept in sets.items():
         line = replace(history.lines.get(name, Line(name)))
-        for field in _SUMS:
+        for field in "would_break", "broke", "multiplier":  # sums in `History`, means in a `Report`
             setattr(line, field, getattr(line, field) / max(line.steps, 1))
         lines.append(line)
         allowed = kept.promise.allowed or 0.0

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
@@ -30,23 +30,12 @@ _NO_LABEL = (
 
 
 def examine(
-    kept: KeptSet,
-    model: torch.nn.Module,
-    vector: ParameterVector,
-    loss: Loss,
-    microbatch: int | None = None,
-    apart: bool = False,
+    kept: KeptSet, model: nn.Module, vector: ParameterVector, loss: Loss, microbatch: int | None, apart: bool
 ) -> None:
     """Store the outputs and losses of the model for a new set, and leave out examples without a label.
 
     The model is called with as many examples as in a step. `loss` is the loss of the promise as it is
     computed in training. `apart` says that some examples will be held out.
-
-    Raises
-    ------
-    ValueError
-        If no example has a label; if a loss is not finite, which names the examples by their numbers; if it
-        has the wrong shape or no gradient; or if collation draws random numbers and something is stored.
     """
     promise = kept.promise
     topology, outputs = vector.topology, getattr(loss, "outputs", None)
@@ -69,7 +58,8 @@ def examine(
                 raise
         if stored is not None:  # None also with a teacher
             kept.listed = isinstance(stored, PerExample)
-            there = moved(stored, "cpu" if _on_cpu(kept) else vector.device)
+            tensors = leaves_of(kept.examples[0], Tensor)
+            there = moved(stored, vector.device if any(a.device.type != "cpu" for a in tensors) else "cpu")
             found.extend(owned(there if kept.listed else divided(there, _OUTPUTS))[:weight])
         first = first and not topology.collective
         with torch.set_grad_enabled(first):
@@ -79,10 +69,23 @@ def examine(
                 "loss(model, batch) has no gradient: it does not depend on trainable parameters of the "
                 "model, or runs under torch.no_grad() or detach()."
             )
-        if first:
-            two = None if stored is None else moved(kept.given(found[:2]), vector.device)
-            _warn_of_others(kept, at, value.detach(), loss, model, vector, two)
+        if first and value.ndim and len(at) > 2 and promise.allowed is not None and promise.examples:
+            warn_of_others(value.detach(), stored is not None)
         return value
+
+    def warn_of_others(among_more: Tensor, stored: bool) -> None:
+        """Warn if losses depend on the other examples of a batch, which change, by those of the first two."""
+        two = moved(kept.given(found[:2]), vector.device) if stored else None
+        with torch.no_grad():
+            alone = call_loss(loss, model, kept.fetch([0, 1], vector.device)[0], 2, two)
+        apart = float((alone - among_more[:2]).abs().max())
+        if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
+            warn(
+                f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by "
+                f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "
+                "negatives from the same batch, and padding on the left without position ids. Pass "
+                "microbatch=1, or use all examples in every step: examples=None."
+            )
 
     kept.losses, means = _losses(model, vector, kept, microbatch, look)
     kept.means = topology.least(-means) < 0  # of any process
@@ -104,7 +107,7 @@ def examine(
 
 
 def scored(
-    model: torch.nn.Module, vector: ParameterVector, kept: KeptSet, loss: Loss, microbatch: int | None = None
+    model: nn.Module, vector: ParameterVector, kept: KeptSet, loss: Loss, microbatch: int | None
 ) -> tuple[float, float, float, float]:
     """Return the mean loss of all examples of a set now, a 95 % interval of it, and their loss when kept.
 
@@ -119,15 +122,15 @@ def scored(
     (losses, _), topology = _losses(model, vector, kept, microbatch, look), vector.topology
     rise = losses - kept.losses
     sums = torch.stack([torch.ones_like(rise).sum(), rise.sum(), rise.square().sum(), kept.losses.sum()])
-    total = topology.sum_shards if topology.collective else topology.sum_values
-    n, first, second, before = total(sums.to(vector.device, wide_dtype(torch, vector.device))).tolist()
+    sums = topology.sum(sums.to(vector.device, wide_dtype(torch, vector.device)))
+    n, first, second, before = sums.tolist()
     mean, spread = (before + first) / n, max(second / n - (first / n) ** 2, 0.0)
     half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf
     return mean, mean - half, mean + half, before / n
 
 
 def _losses(
-    model: torch.nn.Module, vector: ParameterVector, kept: KeptSet, microbatch: int | None, look: Any
+    model: nn.Module, vector: ParameterVector, kept: KeptSet, microbatch: int | None, look: Any
 ) -> tuple[Tensor, int]:
     """Return the loss of each example, from calls of `look` with as many examples at a time as in a step.
 
@@ -226,7 +229,7 @@ def _check_collate(kept: KeptSet) -> None:
 
 
 def _check_finite(
-    kept: KeptSet, numbers: list[int], loss: Loss, model: torch.nn.Module, vector: ParameterVector
+    kept: KeptSet, numbers: list[int], loss: Loss, model: nn.Module, vector: ParameterVector
 ) -> None:
     """Raise if a loss is not finite, and name the examples."""
     wrong = (~kept.losses.isfinite()).nonzero().flatten().tolist()
@@ -244,40 +247,8 @@ def _check_finite(
     )
 
 
-def _warn_of_others(
-    kept: KeptSet,
-    at: list[int],
-    among_more: Tensor,
-    loss: Loss,
-    model: torch.nn.Module,
-    vector: ParameterVector,
-    outputs: Any,
-) -> None:
-    """Warn if the loss of an example depends on the other examples of its batch, which change.
-
-    `outputs` are the stored ones of the first two examples.
-    """
-    if kept.promise.allowed is None or kept.promise.examples is None or among_more.ndim == 0 or len(at) < 3:
-        return
-    batch, _ = kept.fetch(at[:2], vector.device)
-    with torch.no_grad():
-        alone = call_loss(loss, model, batch, 2, outputs)
-    apart = float((alone - among_more[:2]).abs().max())
-    if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
-        warn(
-            f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by "
-            f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "
-            "negatives from the same batch, and padding on the left without position ids. Pass microbatch=1, "
-            "or use all examples in every step: examples=None."
-        )
-
-
 def _of_one(outputs: Any, n: int) -> Any:
     """Return outputs with one element per example; a packed row of several texts is one example."""
     if n == 1 and isinstance(outputs, PerExample) and len(outputs) > 1:
         return PerExample([tree_map(lambda *leaves: torch.cat(leaves), *outputs)])
     return outputs
-
-
-def _on_cpu(kept: KeptSet) -> bool:
-    return all(leaf.device.type == "cpu" for leaf in leaves_of(kept.examples[0], Tensor))

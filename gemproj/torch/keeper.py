@@ -38,7 +38,6 @@ class KeeperBase:
     _remedy = "Call keep(examples)."
     _waits = False  # whether `keep` waits for a training that has a model
     _soon: tuple[int, ...] = (20,)  # numbers of steps after which a rate is judged
-    max_norm: float | None = None  # norm to which every gradient is clipped after its projection
 
     def __init__(
         self,
@@ -60,8 +59,6 @@ class KeeperBase:
         self._given = callable(promise) or isinstance(promise, Promise)  # for sets that come later
         self.promise, self.on, self.method = as_promise(promise, self._usual), on, method
         check_promise(self.promise, method, on)
-        if isinstance(look, str) and look != "auto":
-            raise ValueError(f"look must be a number of steps or 'auto'; found {look!r}.")
         if look != "auto":
             check_count(look, "look", 1)
         if not isinstance(project, bool):
@@ -75,13 +72,11 @@ class KeeperBase:
         self._forecast = Forecast()
         self._collate: Collate | None = None  # for sets of a state
         self._pending: list[Any] = []  # arguments of `keep`, for the training that begins next
-        self._model: torch.nn.Module | None = None
-        self._scaler: Any = None
         self._training: Training | None = None  # the last one
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; a copy is not attached."""
-        gone = dict.fromkeys(("_training", "_model", "_scaler", "_group"))
+        gone = dict.fromkeys(("_training", "_group"))
         return self.__dict__ | gone | {"_random": self._random.get_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,15 +207,11 @@ class KeeperBase:
             )
         return make_report(self.history, self.sets, self._scored(), bypassed)
 
-    def held_out(self) -> dict[Hashable, tuple[float, float, float]]:
-        """Return the loss of the held-out examples of each set now, with the ends of its 95 % interval.
+    def _scored(self) -> dict[Hashable, tuple[float, float, float, float]]:
+        """Return the loss of the held-out examples of each set now, the ends of its interval, and its bound.
 
         Sets that were kept with other adapters than those that are active are left out.
         """
-        return {name: found[:3] for name, found in self._scored().items()}
-
-    def _scored(self) -> dict[Hashable, tuple[float, float, float, float]]:
-        """Return `held_out`, with the bound of each loss."""
         if self._training is None:
             return {}
         active = self._training.active()
@@ -340,7 +331,6 @@ class KeeperBase:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
         self._group = group if self._group is None else self._group
-        self._model, self._scaler = model, scaler
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._training = Training(self, model, optimizers, scaler)
 
@@ -395,17 +385,8 @@ class Keeper(KeeperBase):
             optimizer.step()
         print(keeper.report())
 
-    Gradient Episodic Memory, task after task, and A-GEM, with one growing set::
-
-        keeper = Keeper(model, optimizer, Promise(loss, weight=0.5), on="gradient")
-        for task in stream:
-            train(task)
-            keeper.keep(task, limit=100)
-
-        keeper = Keeper(model, optimizer, Promise(loss, examples=256), method="agem", on="gradient")
-        for task in stream:
-            train(task)
-            keeper.keep(task, name="past", limit=100)
+    Gradient Episodic Memory is ``Keeper(model, optimizer, Promise(loss, weight=0.5), on="gradient")`` with
+    ``keep(task, limit=100)`` after each task; A-GEM has ``method="agem"``, and ``name="past"`` for all tasks.
 
     Each set is a row of G, the gradient of its loss. Rows are computed at the beginning of
     ``optimizer.step()``, once per accumulation window and before a closure is called, but not for steps that

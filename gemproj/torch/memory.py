@@ -166,30 +166,15 @@ def fetched(some: Sequence[tuple[KeptSet, list[int]]], device: Any) -> tuple[Bat
 
 @dataclass
 class Draw:
-    """The examples of one row of G.
-
-    Attributes
-    ----------
-    kept : KeptSet
-    at : list of int
-        Indices of the drawn examples.
-    loss : callable
-        The loss, as it is computed in training.
-    k : int
-        Index of the row.
-    total, most : int
-        Number of examples of the row on all processes, and number that the passes of this process cover.
-    weight : float
-        Weight of the mean loss of these examples in the row.
-    """
+    """The examples of one row of G."""
 
     kept: KeptSet
-    at: list[int]
-    loss: Loss
-    k: int = 0
-    total: int = 0
-    most: int = 0
-    weight: float = 1.0
+    at: list[int]  # indices of the drawn examples
+    loss: Loss  # as it is computed in training
+    k: int = 0  # index of the row
+    total: int = 0  # number of examples of the row on all processes
+    most: int = 0  # number that the passes of this process cover
+    weight: float = 1.0  # of the mean loss of these examples in the row
 
     def stored(self) -> float:
         """Return the weighted mean loss of the examples when they were kept."""

@@ -22,27 +22,45 @@ from gemproj._arrays import on_host, wide_dtype
 from gemproj._tspace import Gram, Measured
 
 
-class Local:
-    """A single process without communication; the base class of the topologies.
+class Processes:
+    """The processes that train a model together; without a group, this one alone.
 
-    Attributes
-    ----------
-    world : int
-        Number of processes.
-    collective : bool
-        Whether a backward pass is a collective operation, which all processes must join.
+    In data parallelism, parameters and rows are replicated, and each process has its own examples. With FSDP2
+    and tensor parallelism, each has its own columns of G, and backward passes are `collective`: all processes
+    must join them. All therefore run the same number of passes, and an error within a pass cannot be reported
+    to other processes. They average gradients over processes unless they are not `averaged`. Of the columns
+    of each process, the first `plain` ones are not sharded.
     """
 
-    world = 1
-    collective = False
+    def __init__(
+        self, device: Any, group: Any, *, collective: bool = False, averaged: bool = True, plain: int = 0
+    ) -> None:
+        group = dist.group.WORLD if collective and group is None else group
+        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
+                f"{type(group).__name__}."
+            )
+        self._device, self.group, self.collective, self._plain = device, group, collective, plain
+        self.world = 1 if group is None else dist.get_world_size(group)
+        self._divisor = self.world if collective and averaged else 1
 
-    def agreement(self, facts: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
+        return self  # process groups cannot be copied
+
+    @contextmanager
+    def agreement(self, facts: Mapping[str, Any]) -> Iterator[None]:
         """Raise on all processes if the block fails on one process, or if `facts` differ at its end."""
-        return nullcontext()
+        try:
+            yield
+        except Exception:
+            self._compare(facts, failed=True)
+            raise
+        self._compare(facts)
 
     def passes(self) -> AbstractContextManager[None]:
         """Raise on all processes if a pass in the block fails on one, unless passes are collective."""
-        return self.agreement({})
+        return nullcontext() if self.collective else self.agreement({})
 
     def plan(self, counts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return, per row, the number of examples on all processes and the number that local passes cover."""
@@ -55,7 +73,7 @@ class Local:
 
     def weight(self, n: int, total: int) -> float:
         """Return the weight of the mean loss of n local examples, out of `total` on all processes."""
-        return n / total
+        return self._divisor * n / total
 
     def least(self, n: int) -> int:
         """Return the smallest n of all processes."""
@@ -63,62 +81,58 @@ class Local:
 
     def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:
         """Sum rows over processes in place; return which parameters are `reached` on any process."""
-        return reached
+        if self.collective and self._plain:  # no pass averages them; in tensor parallelism they are equal
+            for row in rows.view(-1, rows.shape[-1]):
+                self.sum_values(row[: self._plain])
+        if self.collective or self.group is None:
+            return reached
+        self.sum(rows)
+        counts = self.sum(torch.tensor(reached, dtype=torch.int32, device=self._device))
+        return [n > 0 for n in counts.tolist()]
 
-    def measurement(self, t: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def measurement(self, t: int) -> Iterator[None]:
         """If the block raises, add NaN to the `sum_gram` of t rows; the other processes then also raise."""
-        return nullcontext()
+        try:
+            yield
+        except ValueError:
+            wide = wide_dtype(torch, self._device)
+            self.sum_shards(torch.full((t * t + t + 1,), math.nan, dtype=wide, device=self._device))
+            raise
 
     def sum_gram(self, part: Measured) -> Measured:
         """Return the sum of the Gram matrices of all processes."""
-        return part
+        if not self.collective:
+            return part
+        parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
+        packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
+        pieces = packed.split([a.numel() for a in parts])
+        whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
+        if on_host(self._device):
+            whole = [a.numpy() for a in whole]
+        return Measured(Gram(*whole), part.rounding, part.to_caller)
 
     def sum_shards(self, values: Tensor) -> Tensor:
         """Sum values over processes in place; each process has computed them from the columns it owns."""
-        return values
+        return self.sum(values) if self.collective else values
 
     def sum_values(self, values: Tensor) -> Tensor:
         """Sum values over processes in place; each process has multiplied its values by its `weight`."""
-        return values
+        return self.sum(values) if self._divisor == 1 else self.sum(values).div_(self._divisor)
 
-    def _gather(self, counts: Sequence[int]) -> list[list[int]]:
-        return [list(counts)]
-
-
-class Replicated(Local):
-    """Data parallelism: parameters and rows are replicated, and each process has its own examples."""
-
-    def __init__(self, device: Any, group: Any) -> None:
-        self._device, self._group = device, group
-        self.world = dist.get_world_size(group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replicated:
-        return self  # process groups cannot be copied
-
-    @contextmanager
-    def agreement(self, facts: Mapping[str, Any]) -> Iterator[None]:  # noqa: D102
-        try:
-            yield
-        except Exception:
-            self._compare(facts, failed=True)
-            raise
-        self._compare(facts)
-
-    def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:  # noqa: D102
-        dist.all_reduce(rows, group=self._group)
-        counts = torch.tensor(reached, dtype=torch.int32, device=self._device)
-        dist.all_reduce(counts, group=self._group)
-        return [n > 0 for n in counts.tolist()]
-
-    def sum_values(self, values: Tensor) -> Tensor:  # noqa: D102
-        dist.all_reduce(values, group=self._group)
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum values over processes in place."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
         return values
 
     def _compare(self, facts: Mapping[str, Any], failed: bool = False) -> None:
+        if self.group is None:
+            return
         digests = [zlib.crc32(repr(_plain(value)).encode()) for value in facts.values()]
         mine = [n for digest in digests for n in (digest, -digest)] + [failed]
         most = torch.tensor(mine, dtype=torch.int64, device=self._device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         if failed:
             return  # this process raises its own error
         *bounds, stop = most.tolist()
@@ -132,68 +146,12 @@ class Replicated(Local):
                 )
 
     def _gather(self, counts: Sequence[int]) -> list[list[int]]:
+        if self.group is None:
+            return [list(counts)]
         mine = torch.tensor(list(counts), dtype=torch.int64, device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(everyone, mine, group=self._group)
+        dist.all_gather(everyone, mine, group=self.group)
         return [theirs.tolist() for theirs in everyone]
-
-
-class Sharded(Replicated):
-    """FSDP2 and tensor parallelism: each process has its own columns of G.
-
-    Backward passes are collective and average over processes. All processes therefore run the same number of
-    passes, and an error within a pass cannot be reported to other processes.
-    """
-
-    collective = True
-
-    def __init__(self, device: Any, group: Any, plain: int = 0) -> None:
-        super().__init__(device, group)
-        self._plain = plain  # columns of parameters that are not sharded, which come first
-
-    def passes(self) -> AbstractContextManager[None]:  # noqa: D102
-        return nullcontext()
-
-    def weight(self, n: int, total: int) -> float:  # noqa: D102
-        return self.world * n / total
-
-    def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:  # noqa: D102
-        if self._plain:  # no backward pass averages them; in tensor parallelism they are equal already
-            for row in rows.view(-1, rows.shape[-1]):
-                self.sum_values(row[: self._plain])
-        return reached
-
-    sum_shards = Replicated.sum_values
-
-    @contextmanager
-    def measurement(self, t: int) -> Iterator[None]:  # noqa: D102
-        try:
-            yield
-        except ValueError:
-            numbers, wide = t * t + t + 1, wide_dtype(torch, self._device)
-            self.sum_shards(torch.full((numbers,), math.nan, dtype=wide, device=self._device))
-            raise
-
-    def sum_values(self, values: Tensor) -> Tensor:  # noqa: D102
-        return super().sum_values(values).div_(self.world)
-
-    def sum_gram(self, part: Measured) -> Measured:  # noqa: D102
-        parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
-        packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
-        pieces = packed.split([a.numel() for a in parts])
-        whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
-        if on_host(self._device):
-            whole = [a.numpy() for a in whole]
-        return Measured(Gram(*whole), part.rounding, part.to_caller)
-
-
-def check_group(group: Any, name: str = "process_group") -> None:
-    """Raise unless `group` is a group of processes or None."""
-    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"{name} must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
-            f"{type(group).__name__}."
-        )
 
 
 def everyone() -> Any:
@@ -202,9 +160,9 @@ def everyone() -> Any:
     return dist.group.WORLD if several else None
 
 
-def check_alone(topology: Local) -> None:
+def check_alone(topology: Processes) -> None:
     """Raise if several processes are initialised, but how they train a model together is unknown."""
-    if everyone() is not None and type(topology) is Local:
+    if everyone() is not None and topology.group is None:
         raise ValueError(
             f"{dist.get_world_size()} processes are initialised, and each would project on its own, so that "
             "their parameters would drift apart. Pass the model that DistributedDataParallel or fully_shard "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj._checks import STRENGTHS, check_count, check_number, is_number
+from gemproj._checks import check_count, check_number, is_number
 from gemproj._warn import warn
-from gemproj.torch.data import Batch, leaves_of, map_nested
+from gemproj.torch.data import Batch, kind_of, leaves_of, map_nested
 from gemproj.torch.losses import Distillation, model_loss
 from gemproj.torch.vector import mesh_of
 
@@ -77,12 +76,6 @@ class Promise:
     equal: bool = False
     penalty: float | None = None
 
-    def __new__(cls, *args: Any, **options: Any) -> Promise:
-        """Raise for other names of the weight."""
-        for name in options.keys() & STRENGTHS - {"weight"}:
-            raise TypeError(f"{name} is named weight here: Promise(loss, weight=...).")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         _check_function(self.loss)
         if self.examples is not None:
@@ -119,13 +112,7 @@ class Promise:
         return (self.examples, self.weight, self.allowed, self.repair, self.equal, self.penalty)
 
 
-_signature = inspect.signature(Promise.__init__)  # `__new__` would hide the options from help
-Promise.__signature__ = _signature.replace(  # type: ignore[attr-defined]
-    parameters=list(_signature.parameters.values())[1:]
-)
-
-
-def as_promise(given: Promise | Loss | float | None, default: Promise, name: str = "promise") -> Promise:
+def as_promise(given: Promise | Loss | float | None, default: Promise) -> Promise:
     """Return a promise; a loss or a tolerance alone takes the other options of the default."""
     if given is None or isinstance(given, Promise):
         return default if given is None else given
@@ -133,7 +120,7 @@ def as_promise(given: Promise | Loss | float | None, default: Promise, name: str
         return replace(default, tolerance=float(given))
     if not callable(given):
         raise TypeError(
-            f"{name} must be a Promise, a loss, or a tolerance such as 0.05; found {type(given).__name__}."
+            f"promise must be a Promise, a loss, or a tolerance such as 0.05; found {type(given).__name__}."
         )
     return replace(default, loss=given)
 
@@ -185,9 +172,9 @@ def explain(error: Exception, batch: Batch) -> None:
     if not hasattr(error, "add_note"):  # before Python 3.11
         return
     error.add_note(
-        f"The loss was called with kept examples, of shapes {map_nested(_shape_of, batch)}, and with the "
-        "model in evaluation mode. A loss that exists in training mode only, as in detectors of torchvision, "
-        "can set model.training = True on the model itself, and leave its layers as they are."
+        f"The loss was called with kept examples, {kind_of(map_nested(lambda leaf: leaf, batch))}, and with "
+        "the model in evaluation mode. A loss that exists in training mode only, as in detectors of "
+        "torchvision, can set model.training = True on the model itself, and leave its layers as they are."
     )
     tensors = leaves_of(batch, Tensor)
     if tensors and all(leaf.ndim == 1 for leaf in tensors):
@@ -196,7 +183,3 @@ def explain(error: Exception, batch: Batch) -> None:
             "set, or a DataLoader of it, which collates. Lists in them need collate=, or "
             "data.with_format('torch')."
         )
-
-
-def _shape_of(leaf: Any) -> Any:
-    return tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__

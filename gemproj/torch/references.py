@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gemproj._checks import check_count, check_number
 from gemproj._warn import warn
-from gemproj.torch.processes import Local, Sharded
+from gemproj.torch.processes import Processes
 from gemproj.torch.rows import forked, reshard
 from gemproj.torch.vector import group_of, local, mesh_of
 
@@ -27,10 +27,6 @@ from gemproj.torch.vector import group_of, local, mesh_of
 _SHORTEST, _ANSWER, _DIFFERENT = 8, 2, 0.2
 # The model may write this many times the wanted number; if fewer are of use, it is refused.
 _PATIENCE = 3
-# Tokens are sampled from the likeliest ones with this probability together.
-_NUCLEUS = 0.95
-# A model is told from others by so many entries of each parameter.
-_SAMPLED = 1024
 _MARK = "\u241f"  # stands for the content of a message, to find where it begins in a chat template
 
 
@@ -94,7 +90,8 @@ def write_references(
     empty = any(hasattr(p, "ds_id") for p in held)  # ZeRO-3 gathers weights for a pass only
     # Then every pass needs all processes, which therefore end together.
     shared = empty or any(mesh_of(p) is not None for p in held)
-    topology = Sharded(held[0].device, group_of(held)) if shared else Local()
+    group = group_of(held) if shared else None
+    topology = Processes(held[0].device, group, collective=shared)
     writer = _Writer(model, tokenizer_of(tokenizer), tokens, temperature, shared)
     settings = {"n": n, "tokens": tokens, "temperature": temperature, "batch": batch, "seed": seed}
     file = None if cache is None or empty else Path(cache) / f"references-{writer.key(settings)}.json"
@@ -180,7 +177,7 @@ class _Writer:
         known = (tokenizer.bos_token_id, *self._ends, self._pad)
         self._first = [next(token for token in known if token is not None)]  # with which texts begin
         # The least likely tokens, 5 % in all, are cut: small models derail on them.
-        self._options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": _NUCLEUS}
+        self._options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 0.95}
         self._options |= {"max_new_tokens": tokens, "pad_token_id": self._pad, "use_cache": True}
         # A generation config may have other values of these, and strings that end a text. Without these, old
         # versions of transformers would pass the tokenizer to an encoder.
@@ -255,8 +252,7 @@ class _Writer:
         for name, p in model.named_parameters():
             flat = local(p.detach()).reshape(-1)
             digest.update(b"" if mesh_of(p) is None else str(dist.get_rank()).encode())  # it is a part
-            some = flat[:: max(len(flat) // _SAMPLED, 1)].float().cpu()
-            samples[name] = some.numpy()
+            samples[name] = flat[:: max(len(flat) // 1024, 1)].float().cpu().numpy()
         for name, sample in samples.items():
             # Of a new adapter, one factor is zero, and the other one is random and of no effect.
             if samples.get(name.replace(".lora_A.", ".lora_B."), sample).any():

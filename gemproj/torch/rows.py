@@ -15,9 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gemproj._arrays import wide_dtype
 from gemproj._warn import warn
+from gemproj.torch.data import is_kind
 from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 from gemproj.torch.vector import ParameterVector, mesh_of
+
+# Of transformers 4 and 5.
+_CONFIGS = [f"transformers.configuration_utils.{name}" for name in ("PretrainedConfig", "PreTrainedConfig")]
 
 
 def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool = False) -> Any:
@@ -57,10 +61,6 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
     >>> gradient = [p.grad for p in parameters]
     >>> x = project(G, gradient, out=gradient)
     """
-    if isinstance(losses, Tensor) and losses.ndim == 0:
-        raise TypeError("losses must be an iterable of scalars; found one tensor: pass [loss].")
-    if isinstance(parameters, torch.nn.Module):
-        raise TypeError(f"parameters must be tensors; found {type(parameters).__name__}: pass .parameters().")
     held = list(parameters)
     if not held or not all(isinstance(p, Tensor) and p.requires_grad for p in held):
         raise ValueError("parameters must be tensors that require gradients, such as model.parameters().")
@@ -84,48 +84,35 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
 
 
 class Rows:
-    """The rows of G, shape (t, d), in one buffer that all steps share, with the losses of the rows.
+    """The rows of G, shape (t, d), in one buffer that all steps share, with the losses of the rows."""
 
-    Attributes
-    ----------
-    vector : ParameterVector
-    names : list
-        The name of the set of each row.
-    reached : list of bool
-        For each parameter, whether the loss of any row depends on it.
-    losses, stored : Tensor, shape (t,), float64
-        The loss of each row, which `follow` updates to first order after a step; and the loss of the same
-        examples when they were kept.
-    ages : list of int
-        Number of steps since each row was computed.
-    buffer, found, scale : Tensor, Tensor, float
-        While rows are computed: the buffer, whose first rows are those of G; the loss of each row so far; and
-        the factor of losses in backward passes.
-    """
+    found: Tensor  # while rows are computed: the loss of each row so far
+    scale: float  # the factor of losses in backward passes
 
     def __init__(self, vector: ParameterVector) -> None:
         self.vector = vector
+        # Its first rows are those of G.
         self.buffer = torch.empty((0, vector.d), dtype=vector.dtype, device=vector.device)
         self._views: dict[tuple[int, int], list[Tensor]] = {}  # cached results of `parts`
         self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
         self.clear()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.names)
 
     @property
     def G(self) -> Tensor:
         """A view of G, shape (t, d)."""
-        return self.buffer[: self._count]
+        return self.buffer[: len(self)]
 
     def clear(self) -> None:
         """Drop all rows, but keep the buffer."""
-        self._count = 0
         self.norms: Tensor | None = None
-        self.names: list[Any] = []
-        self.reached = [False] * len(self.vector.parameters)
+        self.names: list[Any] = []  # of the set of each row
+        self.reached = [False] * len(self.vector.parameters)  # by the loss of any row
+        # The loss of each row, (t,) in float64, now and when its examples were kept.
         self.losses = self.stored = self._none
-        self.ages: list[int] = []
+        self.ages: list[int] = []  # steps since each row was computed
 
     def fill(
         self,
@@ -160,11 +147,12 @@ class Rows:
         self.scale, self.found = scale, self._none.new_zeros(t)
         if not whole:
             self.reached = reached
+        none: list[Tensor | None] = [None] * len(self.vector.parameters)
 
         def alone(draw: Draw) -> None:
             self.found[draw.k] = 0.0
             parts = passes(draw.at, microbatch, draw.most)
-            for j, (some, weight) in enumerate(parts):
+            for j, (some, count) in enumerate(parts):
                 batch, outputs = draw.kept.fetch(some, self.vector.device)
                 loss = call_loss(draw.loss, model, batch, len(some), outputs).mean()
                 if not loss.requires_grad:
@@ -172,7 +160,11 @@ class Rows:
                         f"The loss of {draw.kept.name!r} depends on no trainable parameter now, so its row "
                         "is zero: right if those are frozen, wrong if the loss runs under torch.no_grad()."
                     )
-                self.add(draw.k, loss, topology.weight(weight, draw.total), fresh=j == 0)
+                weight = topology.weight(count, draw.total)
+                scaled = loss if weight * scale == 1.0 else loss * (weight * scale)
+                gradients = self.vector.gradients if loss.requires_grad else lambda _: none
+                reached = self.vector.gather(gradients(scaled), self.parts(draw.k), add=j > 0)
+                self.note(draw.k, reached, self.found[draw.k : draw.k + 1] + weight * loss.detach())
             if not parts:
                 self.buffer[draw.k].zero_()
 
@@ -195,16 +187,7 @@ class Rows:
             now = topology.sum_values(torch.stack([self.found[due], stored]))
             self.losses, self.stored = torch.stack(before).index_copy(1, due, now)
         self.ages = [0 if whole or k in at else ages[k] for k in range(t)]
-        self._count, self.names = t, list(names)  # last, so that an interrupt leaves no rows
-
-    def add(self, k: int, loss: Tensor, weight: float, fresh: bool) -> None:
-        """Add the gradient of ``weight * loss`` to row k, which has no value yet if it is `fresh`."""
-        factor = weight * self.scale
-        gradients: list[Tensor | None] = [None] * len(self.vector.parameters)
-        if loss.requires_grad:
-            gradients = self.vector.gradients(loss if factor == 1.0 else loss * factor)
-        reached = self.vector.gather(gradients, self.parts(k), add=not fresh)
-        self.note(k, reached, self.found[k : k + 1] + weight * loss.detach())
+        self.names = list(names)  # last, so that an interrupt leaves no rows
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
         """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""
@@ -217,11 +200,6 @@ class Rows:
         if (k, t) not in self._views:
             self._views[k, t] = self.vector.split(self.buffer[k : k + t] if t else self.buffer[k])
         return self._views[k, t]
-
-    def largest(self, out: Tensor) -> None:
-        """Write the largest absolute value of each column to `out`."""
-        # On a CPU, a norm over the first dimension takes a hundred times as long.
-        torch.maximum(self.G.amax(0), self.G.amin(0).neg_(), out=out)
 
     def lengths(self, at: slice = slice(None)) -> Tensor:
         """Return the norms of the rows in some columns."""
@@ -247,14 +225,6 @@ class Rows:
         if self.norms is None:
             self.norms = sums[2].sqrt()
         return sums[0], sums[1]
-
-    def follow(self, products: Tensor) -> None:
-        """Update the losses to first order after a step with these products."""
-        self.losses = self.losses - products  # a new tensor, because statistics hold the old one
-
-    def wait(self) -> None:
-        """Count a step that begins, in which no row has been computed so far."""
-        self.ages = [age + 1 for age in self.ages]
 
 
 def passes(at: list[int], size: int | None, most: int) -> list[tuple[list[int], int]]:
@@ -349,27 +319,20 @@ def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
 def _changes(modules: Sequence[Any]) -> list[tuple[Any, str, Any]]:
     """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
     changes: list[tuple[Any, str, Any]] = []
-    configs: dict[int, Any] = {}
     for module in modules:
         checkpoints = module.training and module.__dict__.get("gradient_checkpointing", False)
         changes.append((module, "training", False))  # also where it is, because a loss may change the mode
         if isinstance(module, torch.nn.RNNBase):
             changes += [(module, "training", True), (module, "dropout", 0.0)]
-        if checkpoints and "GradientCheckpointingLayer" in _kinds(module):  # of transformers
+        if checkpoints and is_kind(module, "transformers.modeling_layers.GradientCheckpointingLayer"):
             changes.append((module, "training", True))
             changes.append((module, "_gradient_checkpointing_func", partial(_checkpoint, module)))
-        if (config := module.__dict__.get("config")) is not None:
-            configs[id(config)] = config
-    # With a cache of transformers, packed texts attend to each other, and checkpoints recompute with the
-    # cache of the first pass.
-    for config in configs.values():
-        if getattr(config, "use_cache", False) and _kinds(config) & {"PretrainedConfig", "PreTrainedConfig"}:
+        # With a cache of transformers, packed texts attend to each other, and checkpoints recompute with the
+        # cache of the first pass.
+        config = module.__dict__.get("config")
+        if getattr(config, "use_cache", False) and is_kind(config, *_CONFIGS):
             changes.append((config, "use_cache", False))
     return changes
-
-
-def _kinds(thing: Any) -> set[str]:
-    return {kind.__name__ for kind in type(thing).__mro__}
 
 
 def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:

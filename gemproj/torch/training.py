@@ -21,30 +21,16 @@ from gemproj.torch.vector import ParameterVector
 
 # The loss scale of training leaves little room below the float16 maximum; kept losses may be larger.
 _HEADROOM = 1024.0
-# The norm of the weights, which tells their rounding, is computed anew after so many steps.
-_WEIGHED = 100
 
 
 class Training:
-    """What a keeper is attached to: a model, the steps of its optimizers, and the rows that they share.
-
-    Attributes
-    ----------
-    rows : Rows
-        The rows of the last look.
-    terms : Terms
-        The numbers of their promises.
-    last : Projection or None
-        Statistics of the last step; those of several optimizers add up to one step.
-    warm : dict
-        By kind of vector: names of the rows, and their last multipliers.
-    joint : SharedPasses
-    """
+    """What a keeper is attached to: a model, the steps of its optimizers, and the rows that they share."""
 
     def __init__(self, keeper: Any, model: torch.nn.Module, optimizers: Sequence[Any], scaler: Any) -> None:
         self.keeper, self.model, self._scaler = keeper, model, scaler
         self.terms, self.joint = Terms(), SharedPasses()
-        self.last: Projection | None = None
+        self.last: Projection | None = None  # those of several optimizers add up to one step
+        # By kind of vector: names of the rows, and their last multipliers.
         self.warm: dict[str, tuple[list[Any], Any]] = {}
         self._again = False  # whether the next step looks, whatever `look` says
         self._begun = 0  # steps since attaching
@@ -54,7 +40,7 @@ class Training:
         self._known: list[Any] = []  # the parameters of model and optimizers
         self._handles: list[Any] = []
         self.steps: list[ProjectedStep] = []
-        self.rows: Rows
+        self.rows: Rows  # of the last look
         try:
             for one in optimizers:
                 self.steps.append(keeper._step_type(self, one))
@@ -103,14 +89,13 @@ class Training:
         """Begin to project the parameters that the model has now; raise if the optimizers hold others."""
         vector = self._new_vector()
         held = [p for p in self._held() if p.requires_grad]
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         ids = set(map(id, held))
-        lacking = [name for name, p in trainable.items() if id(p) not in ids]
+        lacking = [name for name, p in zip(vector.names, vector.parameters, strict=True) if id(p) not in ids]
         if lacking:
             raise ValueError(
-                f"optimizer lacks {len(lacking)} of the {len(trainable)} trainable parameters of the model, "
-                f"such as {lacking[0]!r}. Add those of a new layer with optimizer.add_param_group, freeze "
-                "parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
+                f"optimizer lacks {len(lacking)} of the {len(vector.names)} trainable parameters of the "
+                f"model, such as {lacking[0]!r}. Add those of a new layer with optimizer.add_param_group, "
+                "freeze parameters that stay, with requires_grad_(False), or pass a list of all optimizers."
             )
         # Parameters of a layer that was replaced may stay in the optimizer; no loss depends on them any more.
         known = {id(p) for p in vector.parameters} | {at for at, *_ in self._known}
@@ -178,7 +163,7 @@ class Training:
         if self._begun in keeper._soon and keeper.project:
             self._tell_rate()
         self._begun += 1
-        self.rows.wait()
+        self.rows.ages = [age + 1 for age in self.rows.ages]
         sets = self.active()
         due = self._due(sets)
         if due is None or any(due):
@@ -271,23 +256,20 @@ class Training:
 
     def warm_start(self, kind: str, names: list[Any]) -> Any:
         """Return the last multipliers of each set, zero for a new one; None if there are none."""
-        had, lam = self.warm.get(kind, (None, None))
-        if had is None or lam is None or len(lam) != len(had):
+        if kind not in self.warm:
             return None
-        found = lam = torch.as_tensor(lam)
+        had, last = self.warm[kind]
+        lam, device = torch.as_tensor(last), self.rows.vector.device  # a state has them on the CPU
         if had != names:
-            found = lam.new_zeros(len(names))
-            for k, name in enumerate(names):
-                if name in had:
-                    found[k] = lam[had.index(name)]
-        device = self.rows.vector.device  # a state has the multipliers on the CPU
-        return found.numpy() if on_host(device) else found.to(device)
+            known = dict(zip(had, lam, strict=True))
+            lam = torch.stack([known.get(name, lam.new_zeros(())) for name in names])
+        return lam.numpy() if on_host(device) else lam.to(device)
 
     def note(self, gradient: Any, step: Any, square: Tensor, products: Tensor, seconds: float) -> None:
         """Take the statistics of a step, and update the losses to first order."""
         rows = self.rows
         assert rows.norms is not None
-        if self._noise is None or self._begun % _WEIGHED == 0:
+        if self._noise is None or self._begun % 100 == 0:  # it changes slowly, and takes long
             self._noise = rows.vector.rounding()
         part = Projection(
             names=rows.names,
@@ -309,25 +291,22 @@ class Training:
         self.keeper.history.add(self.last, before)
         if self.keeper.look == "auto":
             self.keeper._forecast.press((gradient, step), rows.losses.device)
-        rows.follow(products)
+        rows.losses = rows.losses - products  # a new tensor, because statistics hold the old one
 
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
-        soon, history, far, most = self._begun, self.keeper.history, list[str](), 0.0
+        soon, history, far = self._begun, self.keeper.history, dict[str, float]()
         last = min(soon // 2, max(10, soon // 20))  # steps that are judged; a history has some of many
         for name, points in history.points().items():
             late = [loss - bound for step, loss, bound in points if step >= history.steps - last]
             kept = self.keeper.sets.get(name)
-            # Of a tolerance of zero, rounding is an excess.
-            if late and kept is not None and kept.promise.allowed:
-                above = sum(excess > kept.promise.allowed for excess in late)
-                if above > 0.5 * len(late):
-                    far.append(repr(name))
-                    most = max(most, *late)
+            allowed = kept and kept.promise.allowed  # of a tolerance of zero, rounding is an excess
+            if allowed and sum(excess > allowed for excess in late) > 0.5 * len(late):
+                far[repr(name)] = max(late)
         if far:
             warn(
-                f"After {soon} steps, losses of {', '.join(far[:5])} are above their bounds "
-                f"by more than their tolerances in most steps, by up to {most:.2g}: the tolerance is not "
+                f"After {soon} steps, losses of {', '.join([*far][:5])} are above their bounds by more than "
+                f"their tolerances in most steps, by up to {max(far.values()):.2g}: the tolerance is not "
                 "kept at this learning rate. Lower the rate, or use more examples per step."
             )
 

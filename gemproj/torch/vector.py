@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemproj.torch.processes import Local, Replicated, Sharded, check_group
+from gemproj.torch.processes import Processes
 
 
 class Buffer(NamedTuple):
@@ -27,23 +27,9 @@ class ParameterVector:
     For a `DTensor` (FSDP2, tensor parallelism), these are the entries of the local shard. Parameters with
     equal placements are contiguous, so the owned columns form few slices. The order of parameters is the same
     on all processes. Parameters on several devices are gathered on the first one.
-
-    Attributes
-    ----------
-    names, parameters : list
-        The parameters that require a gradient, without duplicates, and their names.
-    d : int
-        Number of local entries.
-    sizes, shapes : list
-        Sizes and shapes of the local shards.
-    topology : Local
-        How the processes that train this model work together.
-    owned : list of slice
-        Columns that this process contributes to global sums: all columns, unless shards are replicated.
     """
 
     def __init__(self, named: Iterable[tuple[str, Any]], group: Any = None) -> None:
-        check_group(group)
         chosen = [(name, p) for name, p in named if p.requires_grad]
         if not chosen:
             raise ValueError("model has no parameter that requires a gradient; nothing could be projected.")
@@ -60,10 +46,11 @@ class ParameterVector:
         self._one_device = all(p.device == self.device for p in shards)
         self.sizes, self.shapes = [p.numel() for p in shards], [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
-        self.d = self._starts[-1]
+        self.d = self._starts[-1]  # number of local entries
         group = group_of(self.parameters) if group is None else group
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in self.parameters]
+        # Columns that this process contributes to global sums are all, unless shards are replicated.
         self.columns, self.owned = self.slices(), self.slices(owned=True)
 
     def buffer(self, dtype: torch.dtype | None = None) -> Buffer:
@@ -96,10 +83,6 @@ class ParameterVector:
             return self.parameters
         return [local(p) for p in self.parameters]
 
-    def begin_step(self) -> None:
-        """Copy the parameters to `before`."""
-        torch._foreach_copy_(self.before.parts, self.local())
-
     def read_step(self) -> Tensor:
         """Return `before` minus the parameters, in `scratch`."""
         step = self.scratch
@@ -120,10 +103,8 @@ class ParameterVector:
         """Return the gradient of a loss with respect to each parameter; ``.grad`` of shards must be None."""
         if not self.topology.collective:
             found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
-            for gradient in found:
-                if gradient is None:
-                    _refuse_reentrant(loss)
-                    break
+            if any(gradient is None for gradient in found):
+                _refuse_reentrant(loss)
             return found
         # FSDP computes with gathered parameters and writes the gradients of shards to .grad, which was None.
         loss.backward()
@@ -144,17 +125,16 @@ class ParameterVector:
 
         Return the indices of the others.
         """
-        plain, found, to, values = self._are_plain(gradients), list[int](), list[Tensor](), list[Tensor]()
-        for j, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
-            if gradient is not None:
-                found.append(j)
-                to.append(part)
-                values.append(gradient if plain else local(self.placed(j, gradient)).to(self.device))
-            elif not add:
-                part.zero_()
+        found = {j: gradient for j, gradient in enumerate(gradients) if gradient is not None}
+        if not self._are_plain(gradients):
+            found = {j: local(self.placed(j, g)).to(self.device) for j, g in found.items()}
         if found:
-            (torch._foreach_add_ if add else torch._foreach_copy_)(to, values)
-        return found
+            write = torch._foreach_add_ if add else torch._foreach_copy_
+            write([parts[j] for j in found], [*found.values()])
+        for j in () if add else range(len(parts)):
+            if j not in found:
+                parts[j].zero_()
+        return [*found]
 
     def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
         """Return whether all of these gradients are dense, placed as the parameters and on one device."""
@@ -191,11 +171,11 @@ class ParameterVector:
         """
         to, given = [], []
         for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
+            if p.grad is None and wanted:
+                p.grad = torch.empty_like(p)  # with its strides, on which fused optimizers rely
             if p.grad is not None:
                 to.append(local(p.grad) if self._sharded else p.grad)
                 given.append(part)
-            elif wanted:
-                p.grad = _gradient_like(p, part)
         if to:
             torch._foreach_copy_(to, given)
 
@@ -214,14 +194,14 @@ class ParameterVector:
 
     def signature(self) -> dict[str, Any]:
         """Return facts that must be equal on all processes that train the same model."""
-        entries = sum(p.numel() for p in self.parameters)
+        entries = sum(getattr(p, "ds_numel", p.numel()) for p in self.parameters)  # ZeRO-3's are elsewhere
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
-    def _topology(self, group: Any) -> Local:
-        if self._sharded:
-            plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
-            return Sharded(self.device, group, plain)
-        return Local() if group is None else Replicated(self.device, group)
+    def _topology(self, group: Any) -> Processes:
+        if not self._sharded:
+            return Processes(self.device, group)
+        plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
+        return Processes(self.device, group, collective=True, plain=plain)
 
     def _owns(self, parameter: Tensor, group: Any) -> bool:
         """Return whether this rank contributes its local shard to global sums; replicas count once.
@@ -285,19 +265,6 @@ def _refuse_reentrant(loss: Tensor) -> None:
                 )
             seen.add(node)
             left.extend(following for following, _ in node.next_functions)
-
-
-def _gradient_like(parameter: Tensor, part: Tensor) -> Tensor:
-    # The gradient has the strides of the parameter, because fused optimizers rely on equal strides.
-    part = torch.empty_like(local(parameter)).copy_(part)
-    if mesh_of(parameter) is None:
-        return part
-    from torch.distributed.tensor import DTensor
-
-    p: Any = parameter
-    return DTensor.from_local(
-        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
 
 
 def _placement(parameter: Tensor) -> tuple[int, ...]:
