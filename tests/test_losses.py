@@ -263,8 +263,8 @@ def first_labels(batch):
         (lambda: CrossEntropy(given, labels="y")(BEFORE, BATCH), "labels 'y' is not in the batch; found keys"),
         (lambda: CrossEntropy(given, labels=first_labels)(BEFORE, BATCH), r"labels must be integers of shape \(3, 5\)"),
         (lambda: CrossEntropy(given, labels=first_labels, shift=True)(BEFORE[:, 0], BATCH), r"shift=True is for logits of tokens, .* found \(3, 7\)"),
-        (lambda: Distillation(given)(NOW[..., :6], BATCH, BEFORE), "size of tensor a .7. must match the size of tensor b .6."),
-        (lambda: FEW(NOW[..., :3], BATCH, FEW.outputs(BEFORE, BATCH)), "out of bounds for dimension 1 with size 3"),
+        (lambda: Distillation(given)(NOW[..., :6], BATCH, BEFORE), "stored for 7 classes, and the model has 6"),
+        (lambda: FEW(NOW[..., :3], BATCH, FEW.outputs(BEFORE, BATCH)), "stored for at least . classes, and the model has 3"),
         # Of one class the probability is one.
         (lambda: Distillation(given).outputs(BEFORE[..., :1], {}), ONE_CLASS),
         (lambda: Distillation(given).outputs(BEFORE[0, :, 0], {}), ONE_CLASS),
@@ -279,7 +279,7 @@ def first_labels(batch):
     ],
 )  # fmt: skip
 def test_what_losses_refuse(call, text):
-    with pytest.raises((ValueError, RuntimeError), match=text):
+    with pytest.raises(ValueError, match=text):
         call()
 
 

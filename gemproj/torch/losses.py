@@ -276,10 +276,14 @@ class Distillation:
         if mask is not None:
             outputs = _at_positions(outputs, mask, examples)
         if isinstance(outputs, Tensor):
+            _check_classes(outputs.shape[-1] == logits.shape[-1], outputs.shape[-1], logits)
             now = log_probabilities(logits, ... if mask is None else mask, self._temperature)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
         else:
             values, classes = outputs
+            if classes.device.type == "cpu" and classes.numel():  # on a device, this would synchronise
+                most = int(classes.max()) + 1
+                _check_classes(most <= logits.shape[-1], f"at least {most}", logits)
             flat, indices = logits.flatten(0, -2), classes.long().flatten(0, -2)
             now = chosen(flat, _indices(mask), indices, self._temperature).view(values.shape)
             before, now = _with_rest(values.to(now.dtype)), _with_rest(now)
@@ -353,6 +357,16 @@ def _whole(logits: Any) -> Tensor:
             "for scores pass your own loss, such as a squared difference."
         )
     return logits if mesh_of(logits) is None else logits.full_tensor()
+
+
+def _check_classes(fits: bool, stored: Any, now: Tensor) -> None:
+    """Raise if the stored outputs have other classes than the model."""
+    if not fits:
+        raise ValueError(
+            f"Outputs were stored for {stored} classes, and the model has {now.shape[-1]}. If classes were "
+            "added, pass logits=, a function that returns the logits of the old classes; a teacher must have "
+            "the same classes."
+        )
 
 
 def _with_rest(top: Tensor) -> Tensor:
