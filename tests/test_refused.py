@@ -135,8 +135,8 @@ CALLS = [
     (lambda: rows([LOSS], []), ValueError, r"require gradients, such as model.parameters\(\)"),
     (lambda: rows([LOSS], [torch.ones(2)]), ValueError, r"require gradients, such as model.parameters\(\)"),
     (lambda: rows([LOSS], ["weight"]), ValueError, r"require gradients, such as model.parameters\(\)"),
-    (lambda: rows(LOSS, [LOSS]), TypeError, "iteration over a 0-d tensor"),
-    (lambda: rows([LOSS], TABLE), TypeError, "'Embedding' object is not iterable"),
+    (lambda: rows(LOSS, [LOSS]), TypeError, r"pass \[loss\]"),
+    (lambda: rows([LOSS], TABLE), TypeError, r"found Embedding: pass .parameters\(\)"),
     # --- promises and losses
     (lambda: Promise(None), TypeError, "loss must be a function of model and batch; found NoneType"),
     (lambda: Promise(Distillation), TypeError, "class Distillation; pass an object of it"),

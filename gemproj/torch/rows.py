@@ -61,6 +61,10 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
     >>> gradient = [p.grad for p in parameters]
     >>> x = project(G, gradient, out=gradient)
     """
+    if isinstance(losses, Tensor) and losses.ndim == 0:
+        raise TypeError("losses must be an iterable of scalars; found one tensor: pass [loss].")
+    if isinstance(parameters, torch.nn.Module):
+        raise TypeError(f"parameters must be tensors; found {type(parameters).__name__}: pass .parameters().")
     held = list(parameters)
     if not held or not all(isinstance(p, Tensor) and p.requires_grad for p in held):
         raise ValueError("parameters must be tensors that require gradients, such as model.parameters().")
