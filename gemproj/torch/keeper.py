@@ -59,6 +59,8 @@ class KeeperBase:
         self._given = callable(promise) or isinstance(promise, Promise)  # for sets that come later
         self.promise, self.on, self.method = as_promise(promise, self._usual), on, method
         check_promise(self.promise, method, on)
+        if isinstance(look, str) and look != "auto":
+            raise ValueError(f"look must be a number of steps or 'auto'; found {look!r}.")
         if look != "auto":
             check_count(look, "look", 1)
         if not isinstance(project, bool):
