@@ -89,7 +89,7 @@ CALLS = [
     (lambda: keeper(weight=0.5), TypeError, r"weight is an option of Promise: pass promise=Promise\(..., weight="),
     (lambda: keeper(per="label"), TypeError, "Keeper got an unexpected keyword argument 'per'"),
     (lambda: keeper(memory_strength=0.5), TypeError, r"weight is an option of Promise: pass promise=Promise\(\.\.\., weight="),
-    (lambda: Promise(margin=0.5), TypeError, "unexpected keyword argument 'margin'"),
+    (lambda: Promise(margin=0.5), TypeError, "margin is named weight here"),
     (lambda: project([[1.0]], [1.0], memory_strength=0.5), TypeError, "argument 'memory_strength'; GEM's memory strength is margin="),
     (lambda: project([[1.0]], [1.0], marign=0.5), TypeError, r"unexpected keyword argument 'marign'\.$"),
     (lambda: keeper(process_group=0), TypeError, "process_group must be a"),

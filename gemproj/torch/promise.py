@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj._checks import check_count, check_number, is_number
+from gemproj._checks import STRENGTHS, check_count, check_number, is_number
 from gemproj._warn import warn
 from gemproj.torch.data import Batch, kind_of, leaves_of, map_nested
 from gemproj.torch.losses import Distillation, model_loss
@@ -76,6 +77,12 @@ class Promise:
     equal: bool = False
     penalty: float | None = None
 
+    def __new__(cls, *args: Any, **options: Any) -> Promise:
+        """Raise for other names of the weight."""
+        for name in options.keys() & STRENGTHS - {"weight"}:
+            raise TypeError(f"{name} is named weight here: Promise(loss, weight=...).")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         _check_function(self.loss)
         if self.examples is not None:
@@ -110,6 +117,12 @@ class Promise:
     def numbers(self) -> tuple[Any, ...]:
         """Return all options except the loss; they must be equal on all processes of a training."""
         return (self.examples, self.weight, self.allowed, self.repair, self.equal, self.penalty)
+
+
+_signature = inspect.signature(Promise.__init__)  # `__new__` would hide the options from help
+Promise.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=list(_signature.parameters.values())[1:]
+)
 
 
 def as_promise(given: Promise | Loss | float | None, default: Promise) -> Promise:
