@@ -10,7 +10,7 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks
 from gemproj._checks import STRENGTHS
-from gemproj._combine import as_asked, projected
+from gemproj._combine import combined, warn_if_missed
 from gemproj._dual import measured_for, solve_unread
 from gemproj._problem import blocks_of
 from gemproj.methods import AnyMethod, Exact
@@ -101,7 +101,9 @@ def project(
 
         return project_tensors(route, project, method, out, arrays)
     problem, asked = measured_for(method, arrays)
-    return as_asked(problem, projected(problem, solve_unread(*asked), out), out)
+    sol = solve_unread(*asked)
+    warn_if_missed(sol)
+    return combined(problem, sol, out)
 
 
 def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
