@@ -258,7 +258,9 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     else:
         small = problem is not None and problem.columns * (b.shape[-1] + 1) <= SMALL
         trust = TRUST_SMALL if small else RESOLVED
-        resolves = _resolved(measured.rounding * EPS / WIDE_ROUNDING, b.shape[-1])
+        eps, resolves = measured.rounding * EPS / WIDE_ROUNDING, GRAM_RESOLVES
+        if eps > EPS:  # entries in half precision are rounded once, because products are summed in float32
+            resolves = float(((1.0 if eps > HALF else 16.0) * eps * b.shape[-1] ** 0.5) ** 0.5)
         lam, status, pivots, total = search(Dual(resolves, trust, K, b, h, lower, upper, start))
         if problem is not None and np.count_nonzero(status):
             again = status != OPTIMAL
@@ -277,14 +279,6 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     if rows is not None and np.count_nonzero(loses := EPS * total > LOST):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
-
-
-def _resolved(eps: float, t: int) -> float:
-    """Return the distances of unit rows from a span that K resolves, from the rounding of its entries."""
-    if eps <= EPS:
-        return GRAM_RESOLVES
-    # Entries in half precision are rounded once, because their products are summed in float32.
-    return float(((1.0 if eps > HALF else 16.0) * eps * t**0.5) ** 0.5)
 
 
 def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
