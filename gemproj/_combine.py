@@ -9,7 +9,6 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks, empty_as, note_written, to_numpy
 from gemproj._checks import check_multipliers
-from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._solution import DualSolution, Unread
 from gemproj._tiles import stacked
@@ -17,6 +16,9 @@ from gemproj._tspace import inverse
 from gemproj._warn import warn
 from gemproj.backends import select
 from gemproj.methods import Status
+
+# Violation of the optimality conditions above which `project` warns that its result is not optimal.
+MISSED = 1e-5
 
 
 def combine(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import namespace, to_numpy
-from gemproj._constants import CUTOFF, SMALL
+from gemproj._constants import EPS, SMALL
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
@@ -139,7 +139,7 @@ def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
     """
     found, n = np.zeros((len(free), len(free))), np.linalg.norm(V[free], axis=1)
     U, S, _ = np.linalg.svd(V[free] / np.where(n > 0, n, 1.0)[:, None], full_matrices=False)
-    used = CUTOFF * np.max(S, initial=0.0) < S
+    used = 64.0 * EPS * np.max(S, initial=0.0) < S
     found[: np.count_nonzero(used), free] = (U[:, used] / S[used]).T * inverse(n)
     return found
 

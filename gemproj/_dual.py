@@ -11,21 +11,11 @@ import numpy as np
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace, to_numpy
 from gemproj._bounds import Bounds, Options, check_options, is_like, make_bounds, standard_form
 from gemproj._checks import check_multipliers
-from gemproj._constants import (
-    EPS,
-    LOST,
-    NAMED,
-    NEAR_ZERO,
-    RESOLVED,
-    SLIGHT,
-    SMALL,
-    TRUST_SMALL,
-    WIDE_ROUNDING,
-)
+from gemproj._constants import EPS, RESOLVED, SMALL, TRUST_SMALL, WIDE_ROUNDING
 from gemproj._coordinates import from_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
-from gemproj._search import GRAM_RESOLVES, INFEASIBLE, OPTIMAL
+from gemproj._search import GRAM_RESOLVES, INFEASIBLE, NEAR_ZERO, OPTIMAL
 from gemproj._solution import DualSolution, Unread
 from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot
 from gemproj.backends import search, solve_few
@@ -37,6 +27,13 @@ from gemproj.methods.exact import without_rays
 HALF = 1e-4
 # Number of rows up to which a device solves on all active sets at once.
 FEW = 8
+# Rounding of g + G'lam, relative to the size of the problem, above which x is corrected.
+LOST = 1e-14
+# Norm and right-hand side, relative to the largest norm and to the largest h or G g, below which a row cannot
+# contradict others.
+SLIGHT = 1e-15
+# Maximum number of rows that an error names.
+NAMED = 12
 
 
 def solve_dual(

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gemproj._constants import EPS
+
 ENTRIES = ("solve",)
 
-EPS = 2.0**-52
 # Rounding error of a slack, in units of 1 + |lam_held|_1, for rows of norm one and a problem of size one.
 ROUNDING = 4e-15
 # Distances of unit rows from a span that count as zero, for coordinates from G and from a K in float64, whose
