@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from gemproj._arrays import Blocks, wide_dtype
-from gemproj._bounds import Options, check_options, real_numbers
+from gemproj._bounds import Options, real_numbers
 from gemproj._checks import check_metadata_of_multipliers
 from gemproj._combine import combined, warn_if_missed
 from gemproj._dual import measured_for, solve
@@ -70,7 +70,7 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
     found = [_flat(a, g, skip) for a, skip in zip(lists, skips, strict=True)]
     device = found[1].device
     names = "h", "margin", "penalty", "equality"
-    given = Options(None, *options).given
+    given = Options(Exact(), *options).given
     for a, name in zip(options, names, strict=True):
         if name not in given:
             a = None
@@ -162,7 +162,7 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
     if route == "traced":  # tracing cannot follow the checks of arrays: the operator performs them
         method = Exact()
     else:
-        method, problem = check_options(method, **given).method, check_problem(G, g, metric, values=False)
+        method, problem = Options(method, **given).method, check_problem(G, g, metric, values=False)
         if warm_start is not None:
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         if out is not None:

@@ -35,18 +35,23 @@ from gemproj._arrays import (
 from gemproj._checks import is_number, refuse_masked
 from gemproj._constants import WIDE_RANGE
 from gemproj._tspace import inverse, matvec
-from gemproj.methods import AnyMethod, Method, as_method
+from gemproj.methods import Method, as_method
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Checked options of a projection; `make_bounds` checks the shapes and values of arrays."""
+    """Options of a projection, checked as far as possible without b; see `make_bounds`."""
 
-    method: Any
+    method: Any  # an object or a callable, once it is checked
     h: Any = None
     margin: Any = 0.0
     penalty: Any = None
     equality: Any = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", as_method(self.method))
+        if given := self.given:
+            check_accepted(self.method, zip(given, given, strict=True))
 
     @property
     def given(self) -> list[str]:
@@ -55,21 +60,6 @@ class Options:
         if not (type(self.margin) is float or is_number(self.margin)) or self.margin:
             given.append("margin")
         return given + ["penalty"] * (self.penalty is not None) + ["equality"] * (self.equality is not False)
-
-
-def check_options(
-    method: AnyMethod,
-    *,
-    h: Any = None,
-    margin: Any = 0.0,
-    penalty: Any = None,
-    equality: Any = False,
-) -> Options:
-    """Return the options of a projection, checked as far as possible without G and g."""
-    options = Options(as_method(method), h, margin, penalty, equality)
-    if given := options.given:
-        check_accepted(options.method, zip(given, given, strict=True))
-    return options
 
 
 def accepted(method: Any) -> Collection[str]:

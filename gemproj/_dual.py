@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace, to_numpy
-from gemproj._bounds import Bounds, Options, check_options, is_like, make_bounds, standard_form
+from gemproj._bounds import Bounds, Options, is_like, make_bounds, standard_form
 from gemproj._checks import check_multipliers
 from gemproj._constants import EPS, RESOLVED, SMALL, TRUST_SMALL, WIDE_ROUNDING
 from gemproj._coordinates import from_rows, unit_diagonal
@@ -159,7 +159,7 @@ def solve_gram(
     array([[0.5, 0. ],
            [0. , 0.5]])
     """
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
+    options = Options(method, h, margin, penalty, equality)
     gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
     like = tuple(gram.b.shape), xp, device
     start = None if warm_start is None else to_numpy(check_multipliers(warm_start, "warm_start", *like))
@@ -173,7 +173,7 @@ def measured_for(
 ) -> tuple[Problem, tuple[Measured, Options, Array | None]]:
     """Return the problem of the arguments of `project`, and the arguments of `solve`."""
     G, g, metric, h, margin, penalty, equality, warm_start = arrays
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
+    options = Options(method, h, margin, penalty, equality)
     problem = check_problem(G, g, metric)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
     return problem, (measure(problem), options, start)
