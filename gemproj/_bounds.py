@@ -23,7 +23,7 @@ import numpy as np
 
 from gemproj._arrays import (
     Array,
-    detach,
+    detached,
     device_of,
     from_numpy,
     is_array,
@@ -218,7 +218,7 @@ def _per_row(value: Any, name: str, like: Array) -> Array:
     if there and xp.isdtype(found.dtype, "bool") != mask:
         raise TypeError(f"{name} must be {_VALID[name][0]}; found an array of {found.dtype}.")
     # Copied, because the solution keeps this array, and the caller may change the original.
-    found = xp.astype(detach(found), found.dtype if mask else like.dtype, copy=True)
+    found = xp.astype(detached([found])[0], found.dtype if mask else like.dtype, copy=True)
     try:
         if found.ndim == 1 and found.shape[0] != like.shape[-1]:
             raise ValueError
