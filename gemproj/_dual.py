@@ -55,12 +55,8 @@ def solve_dual(
 
     Parameters
     ----------
-    G : array, shape (..., t, d), or blocks
-        Constraint gradients as rows; leading dimensions are independent problems. Or one problem in
-        blocks: a sequence or mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, and `g` likewise.
-    g : array, shape (..., d), or blocks
-        The proposed gradient. Leading dimensions of G and g are broadcast; for many gradients (m, d) and
-        one G (t, d), K is computed once.
+    G, g
+        As in `project`.
     method : str, Method or callable, default "exact"
         "exact", "pgd", "fista", "agem", "quadprog", "osqp" or "gem2017"; an object such as
         ``PGD(steps=5)``; or any callable ``(K, b, warm_start) -> multipliers``.
