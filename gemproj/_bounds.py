@@ -14,7 +14,7 @@ GEM                       ``0 <= lam``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -62,15 +62,11 @@ class Options:
         return given + ["penalty"] * (self.penalty is not None) + ["equality"] * (self.equality is not False)
 
 
-def accepted(method: Any) -> Collection[str]:
-    """Return the options that a method takes; a callable takes `h` and `margin`, which change only b."""
-    return method.accepts if isinstance(method, Method) else ("h", "margin")
-
-
 def check_accepted(method: Any, given: Iterable[tuple[str, str]]) -> None:
     """Raise for options that a method does not take; `given` holds pairs (name for the message, option)."""
+    taken = method.accepts if isinstance(method, Method) else ("h", "margin")  # which change only b
     for name, option in given:
-        if option not in accepted(method):
+        if option not in taken:
             raise ValueError(f"{name} cannot be combined with method {method!r}, which does not take it.")
 
 
