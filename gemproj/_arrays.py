@@ -120,6 +120,12 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
         raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
 
 
+def is_recording() -> bool:
+    """Return whether `make_fx` records the operations on tensors; it also overrides torch functions then."""
+    mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", None)
+    return mode is not None and mode() is not None
+
+
 def is_row_major(a: Array) -> bool:
     """Return whether the entries of an array are adjacent in memory, in row-major order; False if unknown."""
     return bool(a.is_contiguous() if is_torch(a) else a.flags.c_contiguous if hasattr(a, "flags") else False)
