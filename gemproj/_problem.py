@@ -118,7 +118,7 @@ class Problem:
 
     def to_host(self, a: Array) -> Array:
         """Convert an array of the library of G and g to an array of t-space (a NumPy array on the CPU)."""
-        return to_numpy(a) if self.host and a is not None else a
+        return to_numpy(a) if self.host else a
 
 
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values: bool = True) -> Problem:
