@@ -89,23 +89,9 @@ def is_torch(a: Any) -> bool:
     return found
 
 
-def detach(a: Array) -> Array:
-    """Return the array detached from autograd; the array itself if it requires no gradient."""
-    return a.detach() if is_torch(a) and a.requires_grad else a
-
-
 def detached(arrays: Sequence[Array]) -> list[Array]:
     """Return the arrays detached from autograd."""
     return [a.detach() if a.requires_grad else a for a in arrays] if is_torch(arrays[0]) else list(arrays)
-
-
-def first_elsewhere(arrays: Sequence[Array], device: Any) -> int | None:
-    """Return the index of the first array that is not on `device`, or None; all arrays are of one library."""
-    if is_torch(arrays[0]) and device.type == "cpu":  # half the time of comparing devices
-        here = [a.is_cpu for a in arrays]
-    else:
-        here = [device_of(a) == device for a in arrays]
-    return None if all(here) else here.index(False)
 
 
 def refuse_transformed(arrays: Sequence[Array]) -> None:
@@ -132,6 +118,12 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
             ) from error
     if not dense:
         raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
+
+
+def is_recording() -> bool:
+    """Return whether `make_fx` records the operations on tensors; it also overrides torch functions then."""
+    mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", None)
+    return mode is not None and mode() is not None
 
 
 def is_row_major(a: Array) -> bool:

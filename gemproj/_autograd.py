@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from gemproj._arrays import Blocks, wide_dtype
-from gemproj._bounds import Options, check_options, real_numbers
+from gemproj._bounds import Options, real_numbers
 from gemproj._checks import check_metadata_of_multipliers
-from gemproj._combine import blocks_for_x, projected
+from gemproj._combine import combined, warn_if_missed
 from gemproj._dual import measured_for, solve
-from gemproj._problem import blocks_of, check_problem
+from gemproj._problem import blocks_of, check_out, check_problem
 from gemproj.methods import Exact
 
 
@@ -70,7 +70,7 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
     found = [_flat(a, g, skip) for a, skip in zip(lists, skips, strict=True)]
     device = found[1].device
     names = "h", "margin", "penalty", "equality"
-    given = Options(None, *options).given
+    given = Options(Exact(), *options).given
     for a, name in zip(options, names, strict=True):
         if name not in given:
             a = None
@@ -121,7 +121,8 @@ def operator(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tupl
     bounds = h, 0.0 if margin is None else margin, penalty, False if equality is None else equality
     problem, asked = measured_for(Exact(), (G, g, metric, *bounds, warm_start))
     sol = solve(*asked)
-    return *projected(problem, sol), *map(problem.to_caller, (sol.multipliers, sol.free, sol.dual_basis()))
+    warn_if_missed(sol)
+    return combined(problem, sol), *map(problem.to_caller, (sol.multipliers, sol.free, sol.dual_basis()))
 
 
 @operator.register_fake
@@ -161,10 +162,11 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
     if route == "traced":  # tracing cannot follow the checks of arrays: the operator performs them
         method = Exact()
     else:
-        method, problem = check_options(method, **given).method, check_problem(G, g, metric, values=False)
+        method, problem = Options(method, **given).method, check_problem(G, g, metric, values=False)
         if warm_start is not None:
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
-        blocks_for_x(problem, out)
+        if out is not None:
+            check_out(out, problem)
     tensors = _tensors(*arrays[:-1])
     smooth, constants = [a for a in tensors if a is not None], [*tensors, warm_start]
     if route == "traced":  # in compiled `torch.func.grad` only results show that they require a gradient

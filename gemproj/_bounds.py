@@ -14,7 +14,7 @@ GEM                       ``0 <= lam``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import numpy as np
 
 from gemproj._arrays import (
     Array,
-    detach,
+    detached,
     device_of,
     from_numpy,
     is_array,
@@ -35,18 +35,23 @@ from gemproj._arrays import (
 from gemproj._checks import is_number, refuse_masked
 from gemproj._constants import WIDE_RANGE
 from gemproj._tspace import inverse, matvec
-from gemproj.methods import AnyMethod, Method, as_method
+from gemproj.methods import Method, as_method
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Checked options of a projection; `make_bounds` checks the shapes and values of arrays."""
+    """Options of a projection, checked as far as possible without b; see `make_bounds`."""
 
-    method: Any
+    method: Any  # an object or a callable, once it is checked
     h: Any = None
     margin: Any = 0.0
     penalty: Any = None
     equality: Any = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", as_method(self.method))
+        if given := self.given:
+            check_accepted(self.method, zip(given, given, strict=True))
 
     @property
     def given(self) -> list[str]:
@@ -57,30 +62,11 @@ class Options:
         return given + ["penalty"] * (self.penalty is not None) + ["equality"] * (self.equality is not False)
 
 
-def check_options(
-    method: AnyMethod,
-    *,
-    h: Any = None,
-    margin: Any = 0.0,
-    penalty: Any = None,
-    equality: Any = False,
-) -> Options:
-    """Return the options of a projection, checked as far as possible without G and g."""
-    options = Options(as_method(method), h, margin, penalty, equality)
-    if given := options.given:
-        check_accepted(options.method, zip(given, given, strict=True))
-    return options
-
-
-def accepted(method: Any) -> Collection[str]:
-    """Return the options that a method takes; a callable takes `h` and `margin`, which change only b."""
-    return method.accepts if isinstance(method, Method) else ("h", "margin")
-
-
 def check_accepted(method: Any, given: Iterable[tuple[str, str]]) -> None:
     """Raise for options that a method does not take; `given` holds pairs (name for the message, option)."""
+    taken = method.accepts if isinstance(method, Method) else ("h", "margin")  # which change only b
     for name, option in given:
-        if option not in accepted(method):
+        if option not in taken:
             raise ValueError(f"{name} cannot be combined with method {method!r}, which does not take it.")
 
 
@@ -228,7 +214,7 @@ def _per_row(value: Any, name: str, like: Array) -> Array:
     if there and xp.isdtype(found.dtype, "bool") != mask:
         raise TypeError(f"{name} must be {_VALID[name][0]}; found an array of {found.dtype}.")
     # Copied, because the solution keeps this array, and the caller may change the original.
-    found = xp.astype(detach(found), found.dtype if mask else like.dtype, copy=True)
+    found = xp.astype(detached([found])[0], found.dtype if mask else like.dtype, copy=True)
     try:
         if found.ndim == 1 and found.shape[0] != like.shape[-1]:
             raise ValueError

@@ -9,7 +9,7 @@ import numpy as np
 
 from gemproj._arrays import (
     Array,
-    detach,
+    detached,
     is_array,
     is_real_floating,
     namespace,
@@ -68,7 +68,7 @@ def check_array(
 def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
     """Return checked multipliers (..., t) as an array of t-space: float64, and NumPy on the CPU."""
     check_metadata_of_multipliers(lam, name, expected, xp)
-    lam = xp.asarray(detach(lam), dtype=wide_dtype(xp, device), device=device)
+    lam = xp.asarray(detached([lam])[0], dtype=wide_dtype(xp, device), device=device)
     return to_numpy(lam) if on_host(device) else lam
 
 

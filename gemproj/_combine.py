@@ -9,7 +9,6 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks, empty_as, note_written, to_numpy
 from gemproj._checks import check_multipliers
-from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._solution import DualSolution, Unread
 from gemproj._tiles import stacked
@@ -17,6 +16,9 @@ from gemproj._tspace import inverse
 from gemproj._warn import warn
 from gemproj.backends import select
 from gemproj.methods import Status
+
+# Violation of the optimality conditions above which `project` warns that its result is not optimal.
+MISSED = 1e-5
 
 
 def combine(
@@ -58,30 +60,29 @@ def combine(
     lam = check_multipliers(multipliers if sol is None else sol.multipliers, "multipliers", *problem.like)
     if problem.host and not np.isfinite(lam).all():
         raise ValueError(f"multipliers must be finite; found {lam}.")
-    x = blocks_for_x(problem, out)
-    if sol is None:
-        write_x(problem, lam, x)
-    else:
-        combine_into(problem, sol.on_host(), x)
-    return as_asked(problem, x, out)
+    return combined(problem, lam if sol is None else sol.on_host(), out)
 
 
-def projected(problem: Problem, sol: DualSolution | Unread, out: Blocks | None = None) -> list[Array]:
-    """Return the blocks of x, those of `out` if it is given; warn if x is known not to be optimal."""
-    x = blocks_for_x(problem, out)
-    warn_if_missed(sol)
+def combined(problem: Problem, sol: DualSolution | Unread | Array, out: Blocks | None = None) -> Any:
+    """Return `out` if it is given, else the blocks of x in the same kind of container as g."""
+    x = [empty_as(v) for v in problem.vector] if out is None else check_out(out, problem)
     combine_into(problem, sol, x)
-    return x
+    if out is not None:
+        note_written(x)
+        return out
+    if problem.keys is None:
+        return x[0]
+    return problem.keys(x) if problem.keys in (list, tuple) else dict(zip(problem.keys, x, strict=True))
 
 
-def combine_into(problem: Problem, sol: DualSolution | Unread, x: list[Array]) -> None:
-    """Write the projected gradient of a solution to x, which may be g itself.
+def combine_into(problem: Problem, sol: DualSolution | Unread | Array, x: list[Array]) -> None:
+    """Write the x of a solution, or of multipliers in t-space, to x, which may be g itself.
 
     If rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays,
     the dual basis in the solution takes this rounding out of x, so that ``G_P x = h_P`` for the free rows P.
     """
-    write_x(problem, sol.multipliers, x)
-    if isinstance(sol, Unread):
+    write_x(problem, sol.multipliers if isinstance(sol, DualSolution | Unread) else sol, x)
+    if not isinstance(sol, DualSolution):
         return
     rows = sol._rows
     if rows is None or rows.basis is None or any(v.dtype != problem.wide for v in problem.vector):
@@ -128,23 +129,6 @@ def slack_of(problem: Problem, h: np.ndarray | None) -> np.ndarray:
         for _, tile in stacked(problem):
             s = s + to_numpy(tile[: problem.t, :] @ tile[problem.t, :])
     return s
-
-
-def blocks_for_x(problem: Problem, out: Blocks | None = None) -> list[Array]:
-    """Return the blocks for x: the checked blocks of `out`, or new arrays."""
-    if out is not None:
-        return check_out(out, problem)
-    return [empty_as(v) for v in problem.vector]
-
-
-def as_asked(problem: Problem, x: list[Array], out: Any = None) -> Any:
-    """Return `out` if it is given, else the blocks of x in the same kind of container as g."""
-    if out is not None:
-        note_written(x)
-        return out
-    if problem.keys is None:
-        return x[0]
-    return problem.keys(x) if problem.keys in (list, tuple) else dict(zip(problem.keys, x, strict=True))
 
 
 def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:

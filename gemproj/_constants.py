@@ -1,4 +1,4 @@
-"""Thresholds of the stages; those of the search are in `gemproj._search`."""
+"""Thresholds of several stages; those of the search are in `gemproj._search`."""
 
 EPS = 2.0**-52
 # Relative rounding error of the entries of the Gram matrix; the worst case, identical columns, gives 50 EPS.
@@ -10,24 +10,9 @@ WIDE_RANGE = (1e-280, 1e280)
 RESOLVED, TRUST_SMALL = 1e-2, 1e-1
 # Maximum number of elements of G and g in a small problem.
 SMALL = 1 << 17
-# Rounding of g + G'lam, relative to the size of the problem, above which x is corrected.
-LOST = 1e-14
-# Norm and right-hand side, relative to the largest norm and to the largest h or G g, below which a row cannot
-# contradict others.
-SLIGHT = 1e-15
-# Maximum number of rows that an error names.
-NAMED = 12
 # A pivot is the squared distance of a row from a span. Below this, in units of rounding, it counts as zero;
 # in the kernels and array operations that solve few rows on a device.
 DEPENDENT = 45.0
-# A row counts as nearly active if its slack is below this, in units of 1 + |lam|_1.
-NEAR_ZERO = 1e-9
-# Rounding error of a slack in the error bound, in the same units.
-ROUNDING = 4e-15
 # Smallest angles between rows that the error bound takes for resolved, in coordinates from G and from K: a
 # little more than those of the search.
 ROWS_RESOLVE, GRAM_RESOLVES = 3e-14, 1e-7
-# Singular values of unit columns count as zero below this, relative to the largest singular value.
-CUTOFF = 64.0 * EPS
-# KKT residual above which `project` warns that its result is not optimal.
-MISSED = 1e-5

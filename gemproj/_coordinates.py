@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import namespace, to_numpy
-from gemproj._constants import CUTOFF, SMALL
+from gemproj._constants import EPS, SMALL
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
@@ -126,7 +126,11 @@ def from_gram(gram: Gram) -> np.ndarray:
     n, cosines = unit_diagonal(gram.K)
     unit_b = gram.b * inverse(n)
     z = np.sum(np.linalg.pinv(cosines, rcond=1e-14, hermitian=True) * unit_b[..., None, :], axis=-1)
-    n, cosines = unit_diagonal(_whole(gram._replace(gg=np.maximum(gram.gg, np.sum(unit_b * z, axis=-1)))))
+    t = gram.b.shape[-1]
+    whole = np.empty((*gram.b.shape[:-1], t + 1, t + 1))  # of the rows [G; g]
+    whole[..., :t, :t], whole[..., t, t] = gram.K, np.maximum(gram.gg, np.sum(unit_b * z, axis=-1))
+    whole[..., :t, t] = whole[..., t, :t] = gram.b
+    n, cosines = unit_diagonal(whole)
     squares, basis = np.linalg.eigh(cosines)
     return basis * np.sqrt(np.maximum(squares, 0.0))[..., None, :] * n[..., None]
 
@@ -139,18 +143,9 @@ def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
     """
     found, n = np.zeros((len(free), len(free))), np.linalg.norm(V[free], axis=1)
     U, S, _ = np.linalg.svd(V[free] / np.where(n > 0, n, 1.0)[:, None], full_matrices=False)
-    used = CUTOFF * np.max(S, initial=0.0) < S
+    used = 64.0 * EPS * np.max(S, initial=0.0) < S
     found[: np.count_nonzero(used), free] = (U[:, used] / S[used]).T * inverse(n)
     return found
-
-
-def _whole(gram: Gram) -> np.ndarray:
-    """Return the Gram matrix (..., t + 1, t + 1) of the rows [G; g]."""
-    t = gram.b.shape[-1]
-    whole = np.empty((*gram.b.shape[:-1], t + 1, t + 1))
-    whole[..., :t, :t], whole[..., t, t] = gram.K, gram.gg
-    whole[..., :t, t] = whole[..., t, :t] = gram.b
-    return whole
 
 
 def unit_diagonal(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,23 +9,13 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace, to_numpy
-from gemproj._bounds import Bounds, Options, check_options, is_like, make_bounds, standard_form
+from gemproj._bounds import Bounds, Options, is_like, make_bounds, standard_form
 from gemproj._checks import check_multipliers
-from gemproj._constants import (
-    EPS,
-    LOST,
-    NAMED,
-    NEAR_ZERO,
-    RESOLVED,
-    SLIGHT,
-    SMALL,
-    TRUST_SMALL,
-    WIDE_ROUNDING,
-)
+from gemproj._constants import EPS, RESOLVED, SMALL, TRUST_SMALL, WIDE_ROUNDING
 from gemproj._coordinates import from_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
-from gemproj._search import GRAM_RESOLVES, INFEASIBLE, OPTIMAL
+from gemproj._search import GRAM_RESOLVES, INFEASIBLE, NEAR_ZERO, OPTIMAL
 from gemproj._solution import DualSolution, Unread
 from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot
 from gemproj.backends import search, solve_few
@@ -37,6 +27,13 @@ from gemproj.methods.exact import without_rays
 HALF = 1e-4
 # Number of rows up to which a device solves on all active sets at once.
 FEW = 8
+# Rounding of g + G'lam, relative to the size of the problem, above which x is corrected.
+LOST = 1e-14
+# Norm and right-hand side, relative to the largest norm and to the largest h or G g, below which a row cannot
+# contradict others.
+SLIGHT = 1e-15
+# Maximum number of rows that an error names.
+NAMED = 12
 
 
 def solve_dual(
@@ -58,12 +55,8 @@ def solve_dual(
 
     Parameters
     ----------
-    G : array, shape (..., t, d), or blocks
-        Constraint gradients as rows; leading dimensions are independent problems. Or one problem in
-        blocks: a sequence or mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, and `g` likewise.
-    g : array, shape (..., d), or blocks
-        The proposed gradient. Leading dimensions of G and g are broadcast; for many gradients (m, d) and
-        one G (t, d), K is computed once.
+    G, g
+        As in `project`.
     method : str, Method or callable, default "exact"
         "exact", "pgd", "fista", "agem", "quadprog", "osqp" or "gem2017"; an object such as
         ``PGD(steps=5)``; or any callable ``(K, b, warm_start) -> multipliers``.
@@ -162,7 +155,7 @@ def solve_gram(
     array([[0.5, 0. ],
            [0. , 0.5]])
     """
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
+    options = Options(method, h, margin, penalty, equality)
     gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
     like = tuple(gram.b.shape), xp, device
     start = None if warm_start is None else to_numpy(check_multipliers(warm_start, "warm_start", *like))
@@ -176,7 +169,7 @@ def measured_for(
 ) -> tuple[Problem, tuple[Measured, Options, Array | None]]:
     """Return the problem of the arguments of `project`, and the arguments of `solve`."""
     G, g, metric, h, margin, penalty, equality, warm_start = arrays
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
+    options = Options(method, h, margin, penalty, equality)
     problem = check_problem(G, g, metric)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
     return problem, (measure(problem), options, start)
@@ -258,7 +251,9 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     else:
         small = problem is not None and problem.columns * (b.shape[-1] + 1) <= SMALL
         trust = TRUST_SMALL if small else RESOLVED
-        resolves = _resolved(measured.rounding * EPS / WIDE_ROUNDING, b.shape[-1])
+        eps, resolves = measured.rounding * EPS / WIDE_ROUNDING, GRAM_RESOLVES
+        if eps > EPS:  # entries in half precision are rounded once, because products are summed in float32
+            resolves = float(((1.0 if eps > HALF else 16.0) * eps * b.shape[-1] ** 0.5) ** 0.5)
         lam, status, pivots, total = search(Dual(resolves, trust, K, b, h, lower, upper, start))
         if problem is not None and np.count_nonzero(status):
             again = status != OPTIMAL
@@ -277,14 +272,6 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     if rows is not None and np.count_nonzero(loses := EPS * total > LOST):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
-
-
-def _resolved(eps: float, t: int) -> float:
-    """Return the distances of unit rows from a span that K resolves, from the rounding of its entries."""
-    if eps <= EPS:
-        return GRAM_RESOLVES
-    # Entries in half precision are rounded once, because their products are summed in float32.
-    return float(((1.0 if eps > HALF else 16.0) * eps * t**0.5) ** 0.5)
 
 
 def _refuse_infeasible(bounds: Bounds, gram: Gram, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:

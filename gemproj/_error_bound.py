@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from gemproj._constants import NEAR_ZERO, ROUNDING
 from gemproj._coordinates import dual_basis
+from gemproj._search import NEAR_ZERO, ROUNDING
 from gemproj._tspace import Dual
 from gemproj.backends import search
 

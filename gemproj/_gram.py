@@ -25,7 +25,7 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     Parameters
     ----------
     G, g, metric
-        As in `solve_dual`. The Gram matrix of blocks is the sum over the blocks.
+        As in `project`. The Gram matrix of blocks is the sum over the blocks.
 
     Returns
     -------

@@ -19,7 +19,6 @@ from gemproj._arrays import (
     Blocks,
     detached,
     device_of,
-    first_elsewhere,
     from_numpy,
     is_array,
     is_real_floating,
@@ -119,7 +118,7 @@ class Problem:
 
     def to_host(self, a: Array) -> Array:
         """Convert an array of the library of G and g to an array of t-space (a NumPy array on the CPU)."""
-        return to_numpy(a) if self.host and a is not None else a
+        return to_numpy(a) if self.host else a
 
 
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values: bool = True) -> Problem:
@@ -143,7 +142,10 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
         )
     xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        if (k := first_elsewhere(arrays, device)) is not None:
+        cpu = is_torch(vector[0]) and device.type == "cpu"  # half the time of comparing devices
+        here = [a.is_cpu if cpu else device_of(a) == device for a in arrays]
+        if not all(here):
+            k = here.index(False)
             raise ValueError(
                 f"{('G', 'g', 'metric')[k // n]} is on device {device_of(arrays[k])} but g is on {device}; "
                 "use one device for all arrays."

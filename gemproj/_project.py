@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gemproj._arrays import Array, Blocks
+from gemproj._arrays import Array, Blocks, is_recording
 from gemproj._checks import STRENGTHS
-from gemproj._combine import as_asked, projected
+from gemproj._combine import combined, warn_if_missed
 from gemproj._dual import measured_for, solve_unread
 from gemproj._problem import blocks_of
 from gemproj.methods import AnyMethod, Exact
@@ -101,7 +101,9 @@ def project(
 
         return project_tensors(route, project, method, out, arrays)
     problem, asked = measured_for(method, arrays)
-    return as_asked(problem, projected(problem, solve_unread(*asked), out), out)
+    sol = solve_unread(*asked)
+    warn_if_missed(sol)
+    return combined(problem, sol, out)
 
 
 def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
@@ -125,7 +127,7 @@ def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
             return "transformed"
     if torch.jit.is_tracing():
         return "traced"
-    if torch.overrides.has_torch_function(tensors) and _is_recording():
+    if torch.overrides.has_torch_function(tensors) and is_recording():
         return "recorded"
     recorded = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
     if recorded and any(a.requires_grad for a in tensors if a is not arrays[-1]):  # not the warm start
@@ -144,9 +146,3 @@ def _lacks_values(torch: Any, a: Any) -> bool:
         return not a.data_ptr() and a.numel() > 0 and not a.is_meta
     except RuntimeError:
         return not (a.is_sparse or a.is_sparse_csr)
-
-
-def _is_recording() -> bool:
-    """Return whether `make_fx` records the operations on tensors; it also overrides torch functions then."""
-    mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", None)
-    return mode is not None and mode() is not None

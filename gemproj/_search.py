@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gemproj._constants import EPS
+
 ENTRIES = ("solve",)
 
-EPS = 2.0**-52
 # Rounding error of a slack, in units of 1 + |lam_held|_1, for rows of norm one and a problem of size one.
 ROUNDING = 4e-15
 # Distances of unit rows from a span that count as zero, for coordinates from G and from a K in float64, whose
@@ -327,7 +328,7 @@ def minimum(state: Search) -> None:
     """
     V, lam, x, y, missed, k = state.V, state.lam, state.x, state.inside, state.weights, state.count[0]
     Q, R = state.Q[:k], state.R
-    copy(state.a, x)
+    x[:] = state.a
     for i in range(len(lam)):
         if not state.free[i] and lam[i] != 0.0:
             add(x, lam[i], V[i])
@@ -404,7 +405,7 @@ def from_span(state: Search, v: Any) -> tuple[float, float]:
     """
     outside, inside, w, k, weight = state.outside, state.inside, state.weights, state.count[0], 1.0
     Q = state.Q[:k]
-    copy(v, outside)
+    outside[:] = v
     for p in range(k):
         inside[p] = 0.0
     for _ in range(2):  # twice is enough
@@ -413,7 +414,7 @@ def from_span(state: Search, v: Any) -> tuple[float, float]:
             inside[p] += w[p]
             w[p] = -w[p]
         add_rows(w, Q, outside)
-    copy(inside, w)
+    w[:] = inside
     solve_triangle(state.R, k, w)
     for p in range(k):
         weight += abs(w[p])
@@ -461,7 +462,7 @@ def judge(state: Search, size: float, found: Any) -> None:
         if wrong > -NEAR_ZERO * size:
             nearest = min(nearest, from_span(state, state.V[i])[0])
     total = 0.0
-    copy(state.a, outside)
+    outside[:] = state.a
     for i in range(len(lam)):
         if lam[i] != 0.0:
             add(outside, lam[i], state.V[i])
@@ -504,11 +505,6 @@ def solve_transposed(R: Any, k: int, y: Any) -> None:
 def dot(u: Any, v: Any) -> float:
     """Return the inner product of two vectors."""
     return float(u @ v)
-
-
-def copy(v: Any, to: Any) -> None:
-    """Copy a vector to another."""
-    to[:] = v
 
 
 def add(to: Any, factor: float, v: Any) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from gemproj._arrays import Array, to_numpy
+from gemproj._arrays import Array
 from gemproj._problem import Problem
 
 # Number of elements of G and g in a tile. On the CPU, the float64 copy of a tile stays in cache. On a device,
@@ -62,4 +62,4 @@ def stacked(problem: Problem) -> Iterator[tuple[tuple[Any, ...], Array]]:
             root = xp.sqrt(xp.astype(weight[0], dtype))[..., None, :]
             tile[..., :t, :] /= root
             tile[..., t:, :] *= root
-        yield lead, to_numpy(tile) if problem.host else tile
+        yield lead, problem.to_host(tile)

@@ -47,5 +47,4 @@ class Exact(Method):
 def without_rays(lam: np.ndarray, status: np.ndarray) -> None:
     """Write zero multipliers, and STALLED, where the search has ended with a ray."""
     rays = status >= INFEASIBLE
-    if np.count_nonzero(rays):
-        lam[rays], status[rays] = 0.0, STALLED
+    lam[rays], status[rays] = 0.0, STALLED

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gemproj._arrays import from_numpy, namespace, on_host, to_numpy, wide_dtype
-from gemproj._bounds import check_accepted, check_options
+from gemproj._bounds import Options, check_accepted
 from gemproj._combine import combine_into, warn_if_missed
 from gemproj._dual import solve_unread
 from gemproj._gram import measure
@@ -347,7 +347,7 @@ class ProjectedStep:
             used: Any = self._solution.multipliers  # by the projection of the gradient
             used = abs(torch.as_tensor(used, device=v.device) if isinstance(penalty, Tensor) else used)
             penalty = (penalty - used) * (penalty > used)
-        options = check_options(
+        options = Options(
             keeper.method,
             h=h,
             margin=terms.weight * scale if alone and terms.weight is not None else 0.0,

@@ -53,9 +53,6 @@ def share(work: Callable[[int], object], count: int, threads: int) -> None:
     If a call raises or the caller is interrupted, no further call begins. The interrupt, or else the first
     exception, is raised after all threads have stopped, because they may be writing to the caller's arrays.
     """
-    if count == 1:
-        work(0)
-        return
     job, begun = _Job(work, count), False
     while True:
         try:

@@ -7,6 +7,8 @@ import warnings
 from importlib.util import find_spec
 from typing import Any
 
+from gemproj._arrays import is_recording
+
 __all__ = ["available", "missing"]
 
 # For each device, the reason why kernels are not available; empty if they are available.
@@ -18,10 +20,7 @@ def available(a: Any) -> bool:
     torch = sys.modules["torch"]
     if a.device.type != "cuda" or type(a) not in (torch.Tensor, torch.nn.Parameter):
         return False  # not on a GPU, or a subclass, which may have no memory
-    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    if tracing is not None and tracing.get_proxy_mode() is not None:
-        return False  # make_fx records operations, but no launches
-    return not missing(a.device)
+    return not is_recording() and not missing(a.device)  # make_fx records operations, but no launches
 
 
 def missing(device: Any) -> str:
