@@ -658,12 +658,18 @@ def test_what_a_state_lacks_is_said():
     assert torch.equal(again.sets["own"].examples[0][0], task(1)[0][0])
 
 
-def test_nothing_counts_as_kept_where_another_optimizer_took_the_steps():
+@pytest.mark.parametrize("removed", [False, True])
+def test_nothing_counts_as_kept_where_another_optimizer_took_the_steps(removed):
     model = torch.nn.Linear(3, 1)
-    keeper = Keeper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    keeper = Keeper(model, optimizer)
     keeper.keep([torch.eye(3)], lambda model, x: model(x).mean())
     assert keeper.report().kept
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    if removed:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        keeper.remove()
+        assert keeper.report().kept
     model(torch.ones(1, 3)).sum().backward()
     other.step()
     with pytest.warns(UserWarning, match="weights have changed"):

@@ -113,7 +113,8 @@ class Forecast:
             at = {name: k for k, name in enumerate(self.names)}
             every = torch.cat([self.known.to(_NEW), _NEW], dim=1)
             _, way, safety, _, since, *_ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
-            self.names, self._copied, none = list(rows.names), None, torch.zeros_like(found)
+            self.names, none = list(rows.names), torch.zeros_like(found)
+            self._copied = self._pressed = None
             self.known = torch.stack([found, way + since, safety, *[none] * 4])
             return
         _, way, safety, _, _, steps, gap = self.known

@@ -434,7 +434,7 @@ def make_report(
             within = line.broke == 0.0 and math.isfinite(low)
         elif kept.promise.equal:
             within = within and high >= bound - _LOSSES * (1.0 + abs(bound))
-        if line.held and line.held_out is None:  # the last step tells nothing of examples that were held out
+        if line.held_out is None and (line.held or bypassed):  # the last step tells nothing of what is asked
             within = False
         line.kept = within or not (line.steps or line.held_out or bypassed)
     return Report(lines, points)

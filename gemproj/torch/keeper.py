@@ -247,7 +247,7 @@ class KeeperBase:
 
     def remove(self) -> None:
         """Detach from the optimizer."""
-        if self._training is not None:
+        if self._training is not None and self._training.steps:
             self._training.change()  # so that a report knows of later steps
             self._training.remove()
 
