@@ -221,7 +221,7 @@ from gemproj._selfcheck import check
 from gemproj.backends.numba import loops, search
 
 check()
-functions = [loops.sum_products, loops.write_combinations, loops.transpose, search._solve]
+functions = [loops.sum_products, loops.write_combinations, search._solve]
 before = [len(function.signatures) for function in functions]
 rng = np.random.default_rng(0)
 for dtype in (np.float32, np.float64):

@@ -18,7 +18,7 @@ from gemproj._problem import Problem
 from gemproj._tspace import Gram
 from gemproj.backends import portable
 from gemproj.backends.numba.block import HEIGHT
-from gemproj.backends.numba.loops import sum_products, transpose, write_combinations
+from gemproj.backends.numba.loops import sum_products, write_combinations
 from gemproj.backends.numba.search import solve
 from gemproj.backends.numba.threads import cores, share_pieces
 
@@ -215,9 +215,9 @@ class Numba:
             for at in range(start, stop, width):
                 here = min(width, stop - at)
                 for p in range(0, len(vectors), many):
-                    tile = _tile(rows if shared else rows[p : p + many], at, here)
-                    g = copied(vectors[p : p + many, at : at + here])
-                    yield blocks, _arguments(tile, g), p, len(g), at, here
+                    tile = (rows if shared else rows[p : p + many])[:, :, at : at + here]
+                    g = vectors[p : p + many, at : at + here]
+                    yield blocks, _arguments(copied(tile), copied(g)), p, len(g), at, here
 
 
 @lru_cache(maxsize=64)
@@ -260,15 +260,16 @@ def memory(a: np.ndarray) -> tuple[np.ndarray, list[int]] | None:
     """Return the memory of an array, and the steps of its axes in entries.
 
     The memory has one dimension and is not to be written: numba would compile a loop once for arrays that may
-    be written and once for others. Return None if entries of the last axis are not adjacent.
+    be written and once for others. Return None for entries in reverse, or at odd addresses.
     """
     size, steps = a.itemsize, [stride // a.itemsize for stride in a.strides]
     if not is_contiguous(a):
         steps = [step if n > 1 else 0 for n, step in zip(a.shape, steps, strict=True)]
-        adjacent = a.shape[-1] == 1 or a.strides[-1] == size
-        if not (adjacent and a.flags.aligned and min(steps) >= 0) or any(step % size for step in a.strides):
+        if not a.flags.aligned or min(steps) < 0 or any(step % size for step in a.strides):
             return None
         a = as_strided(a, (1 + sum((n - 1) * step for n, step in zip(a.shape, steps, strict=True)),), (size,))
+    if a.shape[-1] == 1:
+        steps[-1] = 1
     flat = a.reshape(-1)
     flat.setflags(write=False)
     return flat, steps
@@ -279,20 +280,11 @@ def _arguments(rows: np.ndarray, vectors: np.ndarray, start: int = 0) -> Any:
 
     Return None if the loops cannot read their memory.
     """
-    if (G := memory(rows)) is None or (g := memory(vectors)) is None:
+    if (G := memory(rows)) is None or (g := memory(vectors)) is None or g[1][1] != 1:
         return None
-    (flat_G, (of_problem, of_row, _)), (flat_g, (of_vector, _)) = G, g
-    return flat_G[start:], of_row, of_problem if len(rows) > 1 else 0, flat_g[start:], of_vector
-
-
-def _tile(rows: np.ndarray, at: int, here: int) -> np.ndarray:
-    """Return a copy of some columns of G (problems, t, n); memory in columns of one G is transposed."""
-    columns = memory(rows[0].T) if len(rows) == 1 and rows.shape[1] else None
-    if columns is None:
-        return copied(rows[:, :, at : at + here])
-    tile = np.empty((1, rows.shape[1], here), rows.dtype)
-    transpose(columns[0], columns[1][0], at, tile[0])
-    return tile
+    (flat_G, (of_problem, of_row, of_column)), (flat_g, (of_vector, _)) = G, g
+    steps = of_row, of_column, of_problem if len(rows) > 1 else 0
+    return flat_G[start * of_column :], *steps, flat_g[start:], of_vector
 
 
 def _threads(problem: Problem) -> int:

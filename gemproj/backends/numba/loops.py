@@ -2,8 +2,8 @@
 
 Loops run over slices, ``a = G[start : start + 1024]`` and ``range(a.size)``. An index that starts at a
 variable may be negative for all that numba knows; it then wraps around, and LLVM reads one number at a time.
-Arrays have one dimension, because only the entries of such an array are known to be adjacent: row r of
-problem p of G begins at ``p * of_problem + r * of_row``.
+Arrays have one dimension, because only the entries of such an array are known to be adjacent: entry k of row
+r of problem p of G is at ``p * of_problem + r * of_row + k * of_column``. The entries of g are adjacent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from gemproj.backends.numba.jit import entry, fast
 
 # Columns whose products are summed before they are added to a total; columns of x computed at a time.
 _CHUNK, _PART = 1024, 1024
-# Bytes of a tile, and its minimum number of columns. It stays in a first-level cache.
-_TILE, _LEAST = 12 << 10, 256
+# Bytes of a tile, and its minimum number of columns. It stays in a first-level cache, or, of columns of G for
+# stage 3, in a second-level cache.
+_TILE, _TURNED, _LEAST = 12 << 10, 96 << 10, 256
 
 
 def number(entry):
@@ -66,6 +67,52 @@ def _narrow(source, target):
 
 
 @fast
+def _two(columns, a, b):
+    for i in range(a.size):
+        a[i], b[i] = number(columns[2 * i]), number(columns[2 * i + 1])
+
+
+@fast
+def _three(columns, a, b, c):
+    for i in range(a.size):
+        a[i], b[i], c[i] = number(columns[3 * i]), number(columns[3 * i + 1]), number(columns[3 * i + 2])
+
+
+@fast
+def _four(columns, of_column, a, b, c, d):
+    for i in range(a.size):
+        four = columns[i * of_column : i * of_column + 4]
+        a[i], b[i], c[i], d[i] = number(four[0]), number(four[1]), number(four[2]), number(four[3])
+
+
+@fast
+def _one(columns, of_column, a):
+    for i in range(a.size):
+        a[i] = number(columns[i * of_column])
+
+
+@fast
+def _turn(source, of_row, of_column, t, n, tile):
+    """Copy n columns, whose entries are not adjacent along rows, to the rows of a float64 tile."""
+    done = 0
+    if of_row == 1 and of_column == t == 2:  # with a known step, LLVM reads and shuffles whole vectors
+        _two(source[: 2 * n], tile[0, :n], tile[1, :n])
+        done = 2
+    elif of_row == 1 and of_column == t == 3:
+        _three(source[: 3 * n], tile[0, :n], tile[1, :n], tile[2, :n])
+        done = 3
+    elif of_row == 1 and of_column == t == 4:
+        _four(source[: 4 * n], 4, tile[0, :n], tile[1, :n], tile[2, :n], tile[3, :n])
+        done = 4
+    elif of_row == 1:
+        done = t - t % 4
+        for r in range(0, done, 4):
+            _four(source[r:], of_column, tile[r, :n], tile[r + 1, :n], tile[r + 2, :n], tile[r + 3, :n])
+    for r in range(done, t):
+        _one(source[r * of_row :], of_column, tile[r, :n])
+
+
+@fast
 def _add_tile(tile, rows, n, sums):
     """Add the products of all pairs of rows of a tile to partial sums, in blocks of the lower triangle."""
     k, end = 0, -(-n // MULTIPLE) * MULTIPLE
@@ -101,8 +148,9 @@ def _collect(sums, rows, t, first, total):
 
 @entry
 def sum_products(
-    begin, end, rows, of_row, of_problem, vectors, of_vector, problems, n, piece, t, together, totals
-):
+    begin, end, rows, of_row, of_column, of_problem, vectors, of_vector, problems, n, piece, t, together,
+    totals,
+):  # fmt: skip
     """Add the products of the rows [G; g] over the columns of pieces ``begin .. end - 1`` to `totals`.
 
     Pieces of n columns are numbered across problems: piece k of problem p is ``k * problems + p``. With one G
@@ -118,20 +166,23 @@ def sum_products(
     tile, sums = np.empty((height, width)), np.empty((groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES))
     if together > 1:
         tile[:] = 0.0
-    few = together == 1 and 0 < t < HEIGHT
+    few = together == 1 and 0 < t < HEIGHT and of_column == 1
     for i in range(begin, end):
         k, p = i // items, i % items
         sums[:] = 0.0
         start, stop = k * piece, min((k + 1) * piece, n)
         while start < stop:
             here = min(width, stop - start)
-            at, v = p * of_problem + start, p * together * of_vector + start
+            at, v = p * of_problem + start * of_column, p * together * of_vector + start
             if few and here >= MULTIPLE:
                 here -= here % MULTIPLE  # few rows are multiplied in place
                 add_few(rows, at, of_row, t, vectors, v, here, sums)
             else:
-                for r in range(t):
-                    _widen(rows, at + r * of_row, here, tile, r)
+                if of_column == 1:
+                    for r in range(t):
+                        _widen(rows, at + r * of_row, here, tile, r)
+                else:
+                    _turn(rows[at:], of_row, of_column, t, here, tile)
                 for r in range(min(together, problems - p * together)):
                     _widen(vectors, v + r * of_vector, here, tile, first + r)
                 _add_tile(tile, height, here, sums)
@@ -151,9 +202,30 @@ def _add_one(p, a, out):
         out[i] += p * number(a[i])
 
 
+@fast
+def _add_rows(lam, chosen, rows, at, of_row, out):
+    """Add the chosen rows times their multipliers."""
+    n, count = out.size, chosen.size
+    for c in range(0, count - 1, 3):
+        a, b = chosen[c], chosen[c + 1]
+        d = chosen[c + 2] if c + 2 < count else b
+        _add_three(
+            lam[a],
+            rows[at + a * of_row : at + a * of_row + n],
+            lam[b],
+            rows[at + b * of_row : at + b * of_row + n],
+            lam[d] if c + 2 < count else 0.0,
+            rows[at + d * of_row : at + d * of_row + n],
+            out,
+        )
+    if count % 3 == 1:
+        a = chosen[count - 1]
+        _add_one(lam[a], rows[at + a * of_row : at + a * of_row + n], out)
+
+
 @entry
 def write_combinations(
-    begin, end, rows, of_row, of_problem, vectors, of_vector, problems, n, piece, lams, x, of_x
+    begin, end, rows, of_row, of_column, of_problem, vectors, of_vector, problems, n, piece, lams, x, of_x
 ):
     """Write pieces ``begin .. end - 1`` of ``x = g + G'lam``, numbered as in `sum_products`.
 
@@ -161,7 +233,10 @@ def write_combinations(
 
     Sums are in float64 and stay in cache. x is written after its sums are complete, because x may be g.
     """
-    part, chosen = np.empty((1, _PART)), np.empty(lams.shape[1], np.int64)
+    t = lams.shape[1]
+    width = _PART if of_column == 1 else min(_PART, max(_LEAST, _TURNED // (8 * t)))
+    part, chosen = np.empty((1, _PART)), np.empty(t, np.int64)
+    tile = np.empty((0 if of_column == 1 else t, width))
     for i in range(begin, end):
         k, p = i // problems, i % problems
         lam, count = lams[min(p, len(lams) - 1)], 0
@@ -170,59 +245,13 @@ def write_combinations(
                 chosen[count] = r
                 count += 1
         stop = min((k + 1) * piece, n)
-        for start in range(k * piece, stop, _PART):
-            here = min(_PART, stop - start)
-            out, at, v, to = part[0, :here], p * of_problem + start, p * of_vector + start, p * of_x + start
-            _widen(vectors, v, here, part, 0)
-            for c in range(0, count - 1, 3):
-                a, b = chosen[c], chosen[c + 1]
-                d = chosen[c + 2] if c + 2 < count else b
-                _add_three(
-                    lam[a],
-                    rows[at + a * of_row : at + a * of_row + here],
-                    lam[b],
-                    rows[at + b * of_row : at + b * of_row + here],
-                    lam[d] if c + 2 < count else 0.0,
-                    rows[at + d * of_row : at + d * of_row + here],
-                    out,
-                )
-            if count % 3 == 1:
-                a = chosen[count - 1]
-                _add_one(lam[a], rows[at + a * of_row : at + a * of_row + here], out)
+        for start in range(k * piece, stop, width):
+            here = min(width, stop - start)
+            out, at, to = part[0, :here], p * of_problem + start * of_column, p * of_x + start
+            _widen(vectors, p * of_vector + start, here, part, 0)
+            if of_column == 1:
+                _add_rows(lam, chosen[:count], rows, at, of_row, out)
+            else:
+                _turn(rows[at:], of_row, of_column, t, here, tile)
+                _add_rows(lam, chosen[:count], tile.reshape(-1), 0, width, out)
             _narrow(out, x[to : to + here])
-
-
-@fast
-def _turn(columns, of_column, start, tile, c):
-    """Copy eight columns to a tile; LLVM stores eight numbers at a time."""
-    t = tile.shape[0]
-    at = start + c
-    s0 = columns[at * of_column : at * of_column + t]
-    s1 = columns[(at + 1) * of_column : (at + 1) * of_column + t]
-    s2 = columns[(at + 2) * of_column : (at + 2) * of_column + t]
-    s3 = columns[(at + 3) * of_column : (at + 3) * of_column + t]
-    s4 = columns[(at + 4) * of_column : (at + 4) * of_column + t]
-    s5 = columns[(at + 5) * of_column : (at + 5) * of_column + t]
-    s6 = columns[(at + 6) * of_column : (at + 6) * of_column + t]
-    s7 = columns[(at + 7) * of_column : (at + 7) * of_column + t]
-    to = tile[:, c : c + 8]
-    for r in range(s0.size):
-        to[r, 0], to[r, 1], to[r, 2], to[r, 3] = s0[r], s1[r], s2[r], s3[r]
-        to[r, 4], to[r, 5], to[r, 6], to[r, 7] = s4[r], s5[r], s6[r], s7[r]
-
-
-@entry
-def transpose(columns, of_column, start, tile):
-    """Copy columns, from column `start` on, to the rows of a tile (t, n)."""
-    t, n = tile.shape
-    if t == 2 and of_column == 2:
-        pairs, a, b = columns[2 * start : 2 * (start + n)], tile[0], tile[1]
-        for i in range(a.size):
-            a[i], b[i] = pairs[2 * i], pairs[2 * i + 1]
-        return
-    done = n - n % 8
-    for c in range(0, done, 8):
-        _turn(columns, of_column, start, tile, c)
-    for c in range(done, n):
-        for r in range(t):
-            tile[r, c] = columns[(start + c) * of_column + r]
