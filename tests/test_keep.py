@@ -660,10 +660,10 @@ def test_what_a_state_lacks_is_said():
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_nothing_counts_as_kept_where_another_optimizer_took_the_steps(removed):
-    model = torch.nn.Linear(3, 1)
+    model, data = torch.nn.Linear(3, 1), [torch.eye(3)]
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    keeper = Keeper(model, optimizer)
-    keeper.keep([torch.eye(3)], lambda model, x: model(x).mean())
+    keeper = Keeper(model, optimizer, lambda model, x: model(x).mean())
+    keeper.keep(data)
     assert keeper.report().kept
     if removed:
         model(torch.ones(1, 3)).sum().backward()
@@ -672,5 +672,34 @@ def test_nothing_counts_as_kept_where_another_optimizer_took_the_steps(removed):
         assert keeper.report().kept
     model(torch.ones(1, 3)).sum().backward()
     other.step()
-    with pytest.warns(UserWarning, match="weights have changed"):
-        assert not keeper.report().kept
+    for later in (
+        lambda: None,
+        keeper.remove,
+        lambda: keeper.keep(data, name="b"),
+        lambda: keeper.forget("b"),
+    ):
+        later()
+        with pytest.warns(UserWarning, match="weights have changed"):
+            assert not keeper.report().kept
+
+
+def test_weights_that_are_loaded_after_a_state_of_the_keeper_are_no_unseen_steps():
+    model, optimizer, keeper = begin(EACH, [task(0)])
+    take(model, optimizer, rival(task(0)))
+    state, weights = keeper.state_dict(), model.state_dict()
+    assert keeper.report().kept
+    model, _, keeper = begin(EACH, [task(0)])
+    keeper.load_state_dict(state)
+    model.load_state_dict({name: 0.5 * value for name, value in weights.items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert keeper.report().kept
+
+
+def test_a_pass_that_writes_the_same_weights_is_no_unseen_step():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2, max_norm=9.0), torch.nn.Linear(2, 1))
+    keeper = Keeper(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
+    keeper.keep([torch.arange(5)])
+    with torch.no_grad():
+        model(torch.arange(5))
+    assert keeper.report().kept

@@ -436,7 +436,7 @@ def make_report(
             within = within and high >= bound - _LOSSES * (1.0 + abs(bound))
         if line.held_out is None and (line.held or bypassed):  # the last step tells nothing of what is asked
             within = False
-        line.kept = within or not (line.steps or line.held_out or bypassed)
+        line.kept = within or not (line.steps or line.held or bypassed)
     return Report(lines, points)
 
 

@@ -2,7 +2,7 @@
 
 Rows of one loss with equal numbers of examples can share a pass. Two ways are tried: layer by layer, if the
 loss of an example does not depend on the others, as in language models; and ``torch.func.vmap``, which
-computes each row by itself. The first rows that share a pass are compared with rows of their own.
+computes each row by itself. Two rows of the first pass are compared with rows of their own.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ class RowByRow(Exception):
     """Raised if rows cannot share a pass; the message is the reason."""
 
 
-class NotYet(RowByRow):
-    """Raised if this look cannot tell."""
-
-
 @dataclass
 class Plan:
     """How rows of a kind are computed: a function, and the number of rows per pass."""
@@ -68,15 +64,16 @@ class SharedPasses:
                 continue
             try:
                 if kind not in self._plans:
-                    self._plans[kind] = _planned(G, model, some, alone, most)
-                    self.reason = None
+                    if (plan := _planned(G, model, some, alone, most)) is None:
+                        self.reason = "losses are zero, and gradients are zero or rounding errors"
+                        left += some
+                        continue
+                    self._plans[kind], self.reason = plan, None
                 plan = self._plans[kind]
                 parts = (some[start : start + plan.rows] for start in range(0, len(some), plan.rows))
                 left += [draw for part in parts for draw in _share(G, model, part, plan)]
             except Exception as error:  # an error of the loss itself is raised again by `alone`
-                self.reason = str(error)
-                if not isinstance(error, NotYet):
-                    self._plans[kind] = Plan()
+                self.reason, self._plans[kind] = str(error), Plan()
                 left += some
         return left
 
@@ -89,32 +86,38 @@ def _kind(draw: Draw) -> Hashable:
     return id(draw.kept.promise.loss), alike, draw.kept.listed, len(draw.at), draw.weight
 
 
-def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int) -> Plan:
-    """Find a way that computes the first two rows as their own passes do, and the number of rows per pass."""
+def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int) -> Plan | None:
+    """Find a way that computes two rows as their own passes do; None if this look cannot tell."""
     n, device, threads = len(draws[0].at), G.vector.device, torch.get_num_threads()
     of_pass, of_row, rounding = threads * _CPU_PASS, threads * _CPU_ROW, 0.0
     if device.type == "cuda":  # large passes are faster on GPUs (docs/performance.md)
         of_pass = torch.cuda.mem_get_info(device)[0] // 4
         of_row, rounding = of_pass // 2, torch.finfo(torch.bfloat16).eps
     own, used = dict[int, Tensor](), 0
-    for draw in draws[:2]:
+    some = [draw for draw in draws[: max(2, most // n)] if draw.stored()] or draws[:2]
+    batches = (fetched([(draw.kept, draw.at)], None)[0] for draw in some)
+    entries = [sum(leaf.numel() for leaf in leaves_of(batch, Tensor)) for batch in batches]
+    # The shortest and the longest row, because padding may change a loss.
+    order = sorted(range(len(some)), key=entries.__getitem__)
+    for draw in some[order[0]], some[order[-1]]:
         used, loss = max(used, _activations(model, partial(alone, draw))), abs(float(G.found[draw.k]))
         # A loss that is zero up to rounding has such a gradient.
         if loss > 4.0 * torch.finfo(G.buffer.dtype).eps * (1.0 + loss):
             own[draw.k] = G.buffer[draw.k].clone()
     if not own:
-        raise NotYet("losses are zero, and gradients are zero or rounding errors")
+        return None
     reached, errors = [j for j, reached in enumerate(G.reached) if reached], []
     # With vmap, the gradients of a pass are in memory twice.
     for way, more in ((_by_layers, 1), (_by_vmap, G.vector.d * G.G.element_size())):
         plan = Plan(way, min(len(draws), of_pass // (used + more), most // n), reached)
         try:
-            if used > of_row or plan.rows < 2:
+            compared = [k for k in own if k < draws[0].k + plan.rows]
+            if used > of_row or plan.rows < 2 or not compared:
                 raise RowByRow(f"a row has {n} examples, {used / 2**20:.3g} MiB: no two share a pass")
             _share(G, model, draws[: plan.rows], plan)
-            for k, row in own.items():
-                kind = torch.promote_types(row.dtype, torch.float32)
-                size, apart = (float(a.norm(dtype=kind)) for a in (row, G.buffer[k] - row))
+            for k in compared:
+                kind = torch.promote_types(own[k].dtype, torch.float32)
+                size, apart = (float(a.norm(dtype=kind)) for a in (own[k], G.buffer[k] - own[k]))
                 if not apart <= min(4.0 * max(rounding, plan.rounding) ** 0.5, _MOST_APART) * size:
                     raise RowByRow(
                         f"rows of a shared pass differ by {apart / max(size, 1e-30):.1g} of their norm. Does "

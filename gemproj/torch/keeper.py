@@ -183,6 +183,8 @@ class KeeperBase:
         self.sets[name] = kept
         self._forecast.forget(name)
         self._training.change()
+        if len(self.sets) == 1:
+            self._training.note_weights()
 
     def forget(self, name: Hashable) -> None:
         """Drop a set: its promise ends."""
@@ -247,8 +249,7 @@ class KeeperBase:
 
     def remove(self) -> None:
         """Detach from the optimizer."""
-        if self._training is not None and self._training.steps:
-            self._training.change()  # so that a report knows of later steps
+        if self._training is not None:
             self._training.remove()
 
     @property
@@ -318,6 +319,7 @@ class KeeperBase:
         self._forecast.load_state_dict(state["forecast"])
         if self._training is not None:
             self._training.change()
+            self._training.note_weights(known=False)
             self._training.rows.clear()  # they may be of other sets
             self._training.warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}
 

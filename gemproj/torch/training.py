@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj._arrays import on_host
+from gemproj._arrays import on_host, wide_dtype
 from gemproj._warn import warn
 from gemproj.torch.history import Projection
 from gemproj.torch.joint import SharedPasses
@@ -52,6 +52,8 @@ class Training:
 
     def remove(self) -> None:
         """Detach from the optimizers."""
+        if self.steps and self._begun:
+            self.note_weights()
         for one in [*self._handles, *self.steps]:
             one.remove()
         self._handles, self.steps = [], []
@@ -108,6 +110,7 @@ class Training:
             )
         self.rows, self.warm = Rows(vector), {}
         self.change()
+        self.note_weights()
         self._known = self._parameters()
         for step in self.steps:
             step.use(vector)
@@ -121,16 +124,21 @@ class Training:
 
     def change(self) -> None:
         """Have the next step compute all rows, because sets were kept, dropped or loaded."""
-        self._changed, self._versions = True, self._count_changes()
+        self._changed = True
+
+    def note_weights(self, known: bool = True) -> None:
+        """Remember the weights, of which steps are seen; unknown if they may be loaded after a state."""
+        self._sums = self._sum_weights() if known else None
 
     def is_bypassed(self) -> bool:
         """Return whether weights have changed before the first step, or after the last one was seen."""
-        return not (self._begun and self.steps) and self._versions != self._count_changes()
+        return not (self._begun and self.steps) and self._sums not in (None, self._sum_weights())
 
-    def _count_changes(self) -> list[int]:
-        """Return how often each parameter was changed in place; gathered ones change in other ways, too."""
+    def _sum_weights(self) -> list[float]:
+        """Return the sum of each parameter; none of gathered ones."""
         vector = self.rows.vector
-        return [] if vector.topology.collective else [p._version for p in vector.parameters]
+        dtype = wide_dtype(torch, vector.device)
+        return [] if vector.topology.collective else [float(p.sum(dtype=dtype)) for p in vector.local()]
 
     def look_again(self) -> None:
         """Have the next step compute all rows, unless another process may not know of it."""
