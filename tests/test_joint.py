@@ -1,5 +1,7 @@
 """Rows of G that share a pass: those of a pass each, or a reason why not."""
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -271,6 +273,31 @@ def test_what_needs_a_pass_for_each_row(monkeypatch):
         assert reason in found
     monkeypatch.setattr("gemproj.torch.joint._CPU_ROW", 100)
     assert "MiB" in compared(mlp(), vectors(6), EACH, 0.0)[1]
+
+
+@pytest.mark.parametrize("lengths", [(6, 6, 2), (6, 2, 6), (2, 6, 6)])
+def test_a_loss_that_counts_padding_needs_a_pass_for_each_row(lengths):
+    left = iter([length for length in lengths for _ in range(4)])
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    sets = sets_of(lambda n: [torch.randn(next(left), 6).double() for _ in range(n)], collate=pad)
+    way, found = compared(mlp(), sets, lambda model, x: (model(x) - 1).square().mean((1, 2)), 0.0)
+    assert way is None
+    assert "differ" in found
+
+
+def test_rows_whose_losses_were_zero_are_not_those_that_are_compared():
+    model, sets = mlp(), vectors(6)
+    for k, kept in enumerate(sets):
+        for example in kept.examples:
+            example["x"][0] = -9.0 if k < 2 else 9.0  # of a hinge loss, which is zero for two sets
+        kept.losses *= k == 2
+
+    def hinge(model, batch):
+        return (model(batch["x"])[:, 0] + 9.0 * batch["x"][:, 0]).relu()
+
+    joint = Passes(model, hinge)
+    assert [joint(sets) for _ in range(2)][1] == 1
+    assert joint.joint.reason is None
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])

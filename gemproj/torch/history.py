@@ -191,7 +191,7 @@ class Line:
         Whether the promise is kept: by the held-out examples, if there are any, else by the last step; if the
         loss is held equal, or is a mean over a batch, which is not that of other batches, whether no step
         broke it. Without a tolerance, a held-out loss may differ from its stored value by less than its
-        interval. Not kept if weights have changed, and no step was seen.
+        interval. Not kept if weights have changed in steps that were not seen.
     """
 
     name: Any

@@ -206,8 +206,9 @@ class KeeperBase:
         bypassed = bypassed and any(kept.held is None for kept in self.sets.values())
         if bypassed:
             warn(
-                "The weights have changed, and the keeper saw no step: without held-out examples no promise "
-                "counts as kept. Make the keeper with the optimizer that trains, and remove it afterwards."
+                "The weights have changed in steps that the keeper did not see: without held-out examples no "
+                "promise counts as kept. Make the keeper with the optimizer that trains, and remove it "
+                "afterwards."
             )
         return make_report(self.history, self.sets, self._scored(), bypassed)
 
