@@ -48,6 +48,8 @@ def layouts(rng, t, d, dtype):
     yield "every second entry", np.repeat(G, 2, axis=1)[:, ::2], np.repeat(g, 2)[::2]
     yield "columns in reverse", np.asfortranarray(G[:, ::-1])[:, ::-1], np.ascontiguousarray(g[::-1])[::-1]
     yield "repeated", np.broadcast_to(G[:1], (t, d)), g
+    yield "repeated columns", np.broadcast_to(G[:, :1], (t, d)), g
+    yield "repeated entries", G, np.broadcast_to(g[:1], d)
     many = rng.standard_normal((*((7, 13) if t * d < 30_000 else (6,)), d)).astype(dtype)
     yield "many gradients", G, many
     yield "many gradients, columns", np.asfortranarray(G), many

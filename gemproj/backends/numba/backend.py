@@ -262,14 +262,13 @@ def memory(a: np.ndarray) -> tuple[np.ndarray, list[int]] | None:
     The memory has one dimension and is not to be written: numba would compile a loop once for arrays that may
     be written and once for others. Return None for entries in reverse, or at odd addresses.
     """
-    size, steps = a.itemsize, [stride // a.itemsize for stride in a.strides]
+    size, steps, one = a.itemsize, [stride // a.itemsize for stride in a.strides], a.shape[-1] == 1
     if not is_contiguous(a):
         steps = [step if n > 1 else 0 for n, step in zip(a.shape, steps, strict=True)]
         if not a.flags.aligned or min(steps) < 0 or any(step % size for step in a.strides):
             return None
         a = as_strided(a, (1 + sum((n - 1) * step for n, step in zip(a.shape, steps, strict=True)),), (size,))
-    if a.shape[-1] == 1:
-        steps[-1] = 1
+    steps[-1] = 1 if one else steps[-1]
     flat = a.reshape(-1)
     flat.setflags(write=False)
     return flat, steps
