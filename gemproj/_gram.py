@@ -132,11 +132,11 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     if not (_is_positive_definite(K) and np.isfinite(b).all()):
         _check_finite(Gram(K, b, np.abs(b).max(axis=-1, initial=0.0)), "K", "b")
         _check_products(K)
-    if gg is None:
-        gg = np.max(b * b * inverse(K.diagonal(0, -2, -1)), axis=-1, initial=0.0)
-    elif (wrong := ~((gg >= 0.0) & (gg < math.inf))).any():
+    if gg is not None and (wrong := ~((gg >= 0.0) & (gg < math.inf))).any():
         raise ValueError(f"gg must be the squared norm of g; found {gg[wrong][0]}.")
-    return Gram(K, b, gg)
+    # A squared norm that has underflowed is below its lower bound.
+    least = np.max(b * b * inverse(K.diagonal(0, -2, -1)), axis=-1, initial=0.0)
+    return Gram(K, b, least if gg is None else np.maximum(gg, least))
 
 
 def _is_positive_definite(K: np.ndarray) -> bool:

@@ -130,6 +130,13 @@ def test_error_bound_of_a_gram_matrix_that_has_lost_digits(dtype, rng):
         assert true_error(G, g, sol.multipliers) <= float(sol.error_bound())
 
 
+@pytest.mark.parametrize("gg", [0.0, 1.0])
+def test_a_squared_norm_below_its_lower_bound_has_underflowed(gg):
+    sol = solve_gram(np.eye(2), np.array([-3.0, 1.0]), np.array(gg))
+    np.testing.assert_array_equal(sol.multipliers, [3.0, 0.0])
+    assert sol.gram.gg == 9.0
+
+
 @pytest.mark.parametrize("digits", [1, 16])
 def test_error_bound_where_nothing_moves(digits, rng):
     """h = G g, with two equal rows: x is g, and every row is active."""

@@ -225,7 +225,12 @@ def failing(error):
 @pytest.mark.parametrize(
     ("options", "rate", "error", "message"),
     [
-        ({"on": "both"}, torch.inf, ValueError, "SGD could not be projected and was undone.*not finite"),
+        (
+            {"on": "both"},
+            torch.inf,
+            ValueError,
+            "undone, but not in the optimizer's state. It is not finite in 2.weight",
+        ),
         ({"method": failing(RuntimeError)}, 0.1, RuntimeError, "no answer"),
         ({"method": failing(KeyboardInterrupt)}, 0.1, KeyboardInterrupt, "no answer"),
     ],

@@ -403,7 +403,7 @@ class Report(dict[Any, Line]):
                 (line,) = ax.plot(steps, losses, label=str(name))
                 ax.plot(steps, bounds, "--", color=line.get_color())
         ax.set(xlabel="step under promises", ylabel="loss on kept examples (dashed: bound)")
-        if self:
+        if any(self._points.values()):
             ax.legend()
         return ax
 

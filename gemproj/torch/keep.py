@@ -144,7 +144,7 @@ def _losses(
             for k, (at, weight) in enumerate(passes(list(range(len(kept))), size, most)):
                 value = look(at, weight, k == 0).detach().cpu().double()
                 losses[at[:weight]] = value[:weight] if value.ndim else value
-                means = means if value.ndim else len(at)
+                means = means or (0 if value.ndim else len(at))
     finally:
         if topology.collective:
             reshard(model)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from gemproj._checks import STRENGTHS, check_count
+from gemproj._checks import STRENGTHS, check_count, check_number
 from gemproj._warn import warn
 from gemproj.methods import AnyMethod, as_method
 from gemproj.torch.data import Collate, read
@@ -202,13 +202,15 @@ class KeeperBase:
         Held-out examples are evaluated now, in a forward pass; on several processes, all of them must call
         it.
         """
-        bypassed = self._training is not None and self._training.is_bypassed()
+        bypassed = self._training is None or self._training.is_bypassed()
         bypassed = bypassed and any(kept.held is None for kept in self.sets.values())
         if bypassed:
+            why = "A copy of a keeper has no model"
+            if self._training is not None:
+                why = "The weights have changed in steps that the keeper did not see"
             warn(
-                "The weights have changed in steps that the keeper did not see: without held-out examples no "
-                "promise counts as kept. Make the keeper with the optimizer that trains, and remove it "
-                "afterwards."
+                f"{why}: without held-out examples no promise counts as kept. Make the keeper with the "
+                "optimizer that trains, and remove it afterwards."
             )
         return make_report(self.history, self.sets, self._scored(), bypassed)
 
@@ -362,7 +364,8 @@ class KeeperBase:
             raise TypeError(f"name must be hashable, such as a string; found {name!r}.")
         if limit is not None:
             check_count(limit, "limit", 1)
-        if not 0.0 <= hold_out < 1.0:
+        check_number(hold_out, "hold_out", 0.0)
+        if hold_out >= 1.0:
             raise ValueError(f"hold_out must be a share, at least 0 and below 1; found {hold_out}.")
         known = self.sets.get(name) if name is not None else None
         chosen = as_promise(promise, self.promise if known is None else known.promise)
@@ -399,7 +402,8 @@ class Keeper(KeeperBase):
     evaluation mode: dropout is off, and batch normalisation uses its running statistics. The model may be
     wrapped in DistributedDataParallel or sharded by ``fully_shard``; each process then keeps its own examples
     of the same sets. A step that is refused, on the CPU for example because the gradient is not finite,
-    leaves weights and the optimizer's state as they were.
+    leaves weights and the optimizer's state as they were. If the optimizer's own step overflows, its state
+    has moved.
 
     Parameters
     ----------

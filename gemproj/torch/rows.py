@@ -28,7 +28,8 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
     """Return the gradients of losses as the rows of G, for `gemproj.project`.
 
     The losses may come from one forward pass or from many; their graphs are kept, so ``backward()`` still
-    works. ``.grad`` is not changed. With a generator, only one graph at a time need be in memory.
+    works. ``.grad`` is not changed. With a generator, only one graph at a time need be in memory. Rows are
+    constants; for rows with derivatives use `torch.func.jacrev`.
 
     Parameters
     ----------
@@ -66,8 +67,16 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
     if isinstance(parameters, torch.nn.Module):
         raise TypeError(f"parameters must be tensors; found {type(parameters).__name__}: pass .parameters().")
     held = list(parameters)
-    if not held or not all(isinstance(p, Tensor) and p.requires_grad for p in held):
-        raise ValueError("parameters must be tensors that require gradients, such as model.parameters().")
+    if not held:
+        raise ValueError("parameters holds no parameter; an iterator can be read only once.")
+    for k, p in enumerate(held):
+        if not isinstance(p, Tensor):
+            raise TypeError(f"parameters must be tensors; parameter {k} is {type(p).__name__}.")
+        if not p.requires_grad:
+            raise ValueError(
+                f"parameters must require a gradient; parameter {k}, of shape {tuple(p.shape)}, does not. "
+                "Pass [p for p in model.parameters() if p.requires_grad]."
+            )
     found: list[list[Tensor]] = []
     for loss in losses:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -288,13 +288,17 @@ class ProjectedStep:
             except BaseException as error:  # also Ctrl-C
                 if isinstance(error, ValueError) and not training.keeper.project:
                     return
+                parts = zip(vector.names, vector.split(step), strict=True)
+                wrong = next((name for name, part in parts if not part.isfinite().all()), None)
                 vector.assign(vector.before.parts)
                 if not isinstance(error, ValueError):
                     raise
-                name = type(optimizer).__name__
+                why = f"Here g is the step: {error}{self._named_rows(str(error))}"
+                if wrong is not None:
+                    why = f"It is not finite in {wrong}: lower its learning rate, or keep weights in float32."
                 raise ValueError(
-                    f"A step of {name} could not be projected and was undone. Here g is the step: "
-                    f"{error}{self._named_rows(str(error))}"
+                    f"A step of {type(optimizer).__name__} could not be projected and was undone, but not in "
+                    f"the optimizer's state. {why}"
                 ) from error
             if changed:
                 vector.take_step()
