@@ -188,7 +188,7 @@ def what_is_not_finite_on_one_process():
             optimizer.step()
         assert torch.equal(flat(model), before)
         assert not any(optimizer.state.values())
-    # Adam's metric is zero where second moment, rows and eps are: here, on a part of one process.
+    # Adam's own step is not a number where gradient and eps are zero: here, on a part of one process.
     model, optimizer, keeper = start(loss, "shards", on="step", make=lambda p: torch.optim.Adam(p, eps=0.0))
     keeper.keep([share(task(0, 6))])
     loss(model, share(task(5, 6))).backward()
@@ -197,5 +197,5 @@ def what_is_not_finite_on_one_process():
     if odd:
         local(model[0].weight.grad)[0] = 0.0
         keeper.rows.G.zero_()
-    with pytest.raises(ValueError, match="metric must be positive" if odd else "is not finite"):
+    with pytest.raises(ValueError, match="not finite in 0.weight" if odd else "is not finite"):
         optimizer.step()
