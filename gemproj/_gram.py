@@ -135,7 +135,9 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     if gg is not None and (wrong := ~((gg >= 0.0) & (gg < math.inf))).any():
         raise ValueError(f"gg must be the squared norm of g; found {gg[wrong][0]}.")
     # A squared norm that has underflowed is below its lower bound.
-    least = np.max(b * b * inverse(K.diagonal(0, -2, -1)), axis=-1, initial=0.0)
+    squares = K.diagonal(0, -2, -1)
+    along = b * np.sqrt(inverse(np.where(squares > WIDE_RANGE[0], squares, 0.0)))
+    least = np.max(along * along, axis=-1, initial=0.0)
     return Gram(K, b, least if gg is None else np.maximum(gg, least))
 
 

@@ -186,7 +186,7 @@ def test_a_copy_has_nothing_of_a_training(kind, tmp_path):
     assert not {torch.optim.AdamW, Net, torch.nn.Linear} & {*copied}
     other = copy.deepcopy(driver.keeper)
     assert str(other.sets) == str(driver.keeper.sets)
-    with pytest.warns(UserWarning, match="A copy of a keeper has no model"):
+    with pytest.warns(UserWarning, match="This keeper has no model"):
         assert str(other.report()) == str(driver.keeper.report())
 
 

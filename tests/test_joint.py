@@ -285,6 +285,14 @@ def test_a_loss_that_counts_padding_needs_a_pass_for_each_row(lengths):
     assert "differ" in found
 
 
+def test_the_longest_rows_may_be_the_last_ones():
+    lengths = iter([length for length in (3, 3, 3, 3, 3, 2, 4) for _ in range(3)])
+    sets = sets_of(lambda n: [torch.randint(1, 20, (next(lengths),)) for _ in range(n)], 7, 3, padded)
+    joint = Passes(gpt2(), CAUSAL)
+    assert [joint(sets, microbatch=9) for _ in range(2)][1] == 3
+    assert joint.joint.reason is None
+
+
 def test_rows_whose_losses_were_zero_are_not_those_that_are_compared():
     model, sets = mlp(), vectors(6)
     for k, kept in enumerate(sets):

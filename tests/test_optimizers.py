@@ -71,7 +71,7 @@ def test_a_copy_is_attached_to_nothing(duplicate):
     other = duplicate(keeper)
     other.remove()
     assert len(hooks(optimizer)) == 2
-    with pytest.warns(UserWarning, match="A copy of a keeper has no model"):
+    with pytest.warns(UserWarning, match="This keeper has no model"):
         assert not (told := other.report()).kept
     assert str(told) == str(keeper.report())
     assert torch.equal(other.sets[1].losses, keeper.sets[1].losses)

@@ -304,7 +304,7 @@ def kind_of(example: Any) -> str:
         return f"Tensor {tuple(leaf.shape)} {leaf.dtype}{layout}"
 
     if dataclasses.is_dataclass(example) and not isinstance(example, type):
-        example = vars(example)
+        example = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
     leaves, _ = tree_flatten_with_path(example, is_leaf=_is_plain_list)
     return ", ".join(sorted(f"{keystr(path)} {kind(leaf)}".strip() for path, leaf in leaves))
 

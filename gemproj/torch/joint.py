@@ -2,7 +2,7 @@
 
 Rows of one loss with equal numbers of examples can share a pass. Two ways are tried: layer by layer, if the
 loss of an example does not depend on the others, as in language models; and ``torch.func.vmap``, which
-computes each row by itself. Two rows of the first pass are compared with rows of their own.
+computes each row by itself. Two rows of a first pass are compared with rows of their own.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
         of_pass = torch.cuda.mem_get_info(device)[0] // 4
         of_row, rounding = of_pass // 2, torch.finfo(torch.bfloat16).eps
     own, used = dict[int, Tensor](), 0
-    some = [draw for draw in draws[: max(2, most // n)] if draw.stored()] or draws[:2]
-    batches = (fetched([(draw.kept, draw.at)], None)[0] for draw in some)
-    entries = [sum(leaf.numel() for leaf in leaves_of(batch, Tensor)) for batch in batches]
+    some = draws[: min(max(2, most // n), 32)]
+    some = [draw for draw in some if draw.stored()] or some
+    entries = [sum(a.numel() for a in leaves_of(fetched([(d.kept, d.at)], None)[0], Tensor)) for d in some]
     # The shortest and the longest row, because padding may change a loss.
     order = sorted(range(len(some)), key=entries.__getitem__)
     for draw in some[order[0]], some[order[-1]]:
@@ -110,12 +110,12 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
     # With vmap, the gradients of a pass are in memory twice.
     for way, more in ((_by_layers, 1), (_by_vmap, G.vector.d * G.G.element_size())):
         plan = Plan(way, min(len(draws), of_pass // (used + more), most // n), reached)
+        tried = draws[max(0, min(min(own) - draws[0].k, len(draws) - plan.rows)) :][: plan.rows]
         try:
-            compared = [k for k in own if k < draws[0].k + plan.rows]
-            if used > of_row or plan.rows < 2 or not compared:
+            if used > of_row or plan.rows < 2:
                 raise RowByRow(f"a row has {n} examples, {used / 2**20:.3g} MiB: no two share a pass")
-            _share(G, model, draws[: plan.rows], plan)
-            for k in compared:
+            _share(G, model, tried, plan)
+            for k in (k for k in own if k <= tried[-1].k):
                 kind = torch.promote_types(own[k].dtype, torch.float32)
                 size, apart = (float(a.norm(dtype=kind)) for a in (own[k], G.buffer[k] - own[k]))
                 if not apart <= min(4.0 * max(rounding, plan.rounding) ** 0.5, _MOST_APART) * size:

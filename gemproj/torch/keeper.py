@@ -183,7 +183,7 @@ class KeeperBase:
         self.sets[name] = kept
         self._forecast.forget(name)
         self._training.change()
-        if len(self.sets) == 1:
+        if known is None and len(self.sets) == 1:
             self._training.note_weights()
 
     def forget(self, name: Hashable) -> None:
@@ -205,7 +205,7 @@ class KeeperBase:
         bypassed = self._training is None or self._training.is_bypassed()
         bypassed = bypassed and any(kept.held is None for kept in self.sets.values())
         if bypassed:
-            why = "A copy of a keeper has no model"
+            why = "This keeper has no model, as a copy or before a training"
             if self._training is not None:
                 why = "The weights have changed in steps that the keeper did not see"
             warn(

@@ -288,11 +288,11 @@ class ProjectedStep:
             except BaseException as error:  # also Ctrl-C
                 if isinstance(error, ValueError) and not training.keeper.project:
                     return
-                parts = zip(vector.names, vector.split(step), strict=True)
-                wrong = next((name for name, part in parts if not part.isfinite().all()), None)
                 vector.assign(vector.before.parts)
                 if not isinstance(error, ValueError):
                     raise
+                parts = zip(vector.names, vector.split(step), strict=True)
+                wrong = next((name for name, part in parts if not part.isfinite().all()), None)
                 why = f"Here g is the step: {error}{self._named_rows(str(error))}"
                 if wrong is not None:
                     why = f"It is not finite in {wrong}: lower its learning rate, or keep weights in float32."

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj._arrays import on_host, wide_dtype
+from gemproj._arrays import on_host
 from gemproj._warn import warn
 from gemproj.torch.history import Projection
 from gemproj.torch.joint import SharedPasses
@@ -134,11 +134,11 @@ class Training:
         """Return whether weights have changed before the first step, or after the last one was seen."""
         return not (self._begun and self.steps) and self._sums not in (None, self._sum_weights())
 
-    def _sum_weights(self) -> list[float]:
-        """Return the sum of each parameter; none of gathered ones."""
-        vector = self.rows.vector
-        dtype = wide_dtype(torch, vector.device)
-        return [] if vector.topology.collective else [float(p.sum(dtype=dtype)) for p in vector.local()]
+    def _sum_weights(self) -> list[int]:
+        """Return the sum of the bits of each parameter, which is exact; none of gathered ones."""
+        vector, kinds = self.rows.vector, {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        shards = [] if vector.topology.collective else vector.local()
+        return [int(p.detach().view(kinds[p.element_size()]).sum(dtype=torch.int64)) for p in shards]
 
     def look_again(self) -> None:
         """Have the next step compute all rows, unless another process may not know of it."""

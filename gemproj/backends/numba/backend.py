@@ -282,6 +282,8 @@ def _arguments(rows: np.ndarray, vectors: np.ndarray, start: int = 0) -> Any:
     if (G := memory(rows)) is None or (g := memory(vectors)) is None or g[1][1] != 1:
         return None
     (flat_G, (of_problem, of_row, of_column)), (flat_g, (of_vector, _)) = G, g
+    if of_column != 1 and len(rows) < len(vectors):
+        return None  # columns of one G would be turned once for each gradient
     steps = of_row, of_column, of_problem if len(rows) > 1 else 0
     return flat_G[start * of_column :], *steps, flat_g[start:], of_vector
 
