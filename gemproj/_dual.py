@@ -136,7 +136,8 @@ def solve_gram(
         (t, t), K is stored once.
     gg : array, shape (...), optional
         Squared norm of g, to which measures of error are relative. The default is its lower bound
-        ``max(b_i^2 / K_ii)``. Without a margin, they are then never smaller than for the true norm.
+        ``max(b_i^2 / K_ii)``, which also replaces a smaller value. Without a margin, the measures are then
+        never smaller than for the true norm.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 

@@ -137,6 +137,12 @@ def test_a_squared_norm_below_its_lower_bound_has_underflowed(gg):
     assert sol.gram.gg == 9.0
 
 
+def test_the_lower_bound_of_a_squared_norm_does_not_overflow():
+    sol = solve_gram(np.array([[1e200]]), np.array([-1e160]), np.array(1e120))
+    assert_close(sol.multipliers, [1e-40], rtol=1e-14)
+    assert sol.gram.gg == 1e120
+
+
 @pytest.mark.parametrize("digits", [1, 16])
 def test_error_bound_where_nothing_moves(digits, rng):
     """h = G g, with two equal rows: x is g, and every row is active."""

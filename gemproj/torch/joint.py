@@ -97,7 +97,7 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
     some = draws[: min(max(2, most // n), 32)]
     some = [draw for draw in some if draw.stored()] or some
     entries = [sum(a.numel() for a in leaves_of(fetched([(d.kept, d.at)], None)[0], Tensor)) for d in some]
-    # The shortest and the longest row, because padding may change a loss.
+    # The shortest and the longest of at most 32 rows, because padding may change a loss.
     order = sorted(range(len(some)), key=entries.__getitem__)
     for draw in some[order[0]], some[order[-1]]:
         used, loss = max(used, _activations(model, partial(alone, draw))), abs(float(G.found[draw.k]))

@@ -127,7 +127,7 @@ class Training:
         self._changed = True
 
     def note_weights(self, known: bool = True) -> None:
-        """Remember the weights, of which steps are seen; unknown if they may be loaded after a state."""
+        """Remember the weights, to notice unseen steps; they are not known if they may be loaded later."""
         self._sums = self._sum_weights() if known else None
 
     def is_bypassed(self) -> bool:

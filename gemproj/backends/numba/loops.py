@@ -93,7 +93,7 @@ def _one(columns, of_column, a):
 
 @fast
 def _turn(source, of_row, of_column, t, n, tile):
-    """Copy n columns, whose entries are not adjacent along rows, to the rows of a float64 tile."""
+    """Copy n columns of G to the rows of a float64 tile, where the entries of a row are not adjacent in G."""
     done = 0
     if of_row == 1 and of_column == t == 2:  # with a known step, LLVM reads and shuffles whole vectors
         _two(source[: 2 * n], tile[0, :n], tile[1, :n])
