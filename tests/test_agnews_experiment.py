@@ -5,8 +5,10 @@ import math
 import shutil
 import statistics
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("mnist1d", reason="needs the extra examples")
 
@@ -135,19 +137,35 @@ def test_the_protocol_is_the_papers():
 
 def test_the_papers_shape_trains_as_many_numbers(tmp_path):
     GPT2Config(n_layer=24, n_embd=1_024, n_head=16).save_pretrained(tmp_path)
-    assert backbone.trained(tmp_path) == 2_166_784
+    assert backbone.trained(tmp_path, PAPER) == 2_166_784
 
 
 def test_a_backbone_of_another_kind(stage, tmp_path):
     tokenizer = shutil.copytree(stage[1], tmp_path / "other")
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
     LlamaConfig(**shape, num_key_value_heads=1, vocab_size=400).save_pretrained(tokenizer)
     LlamaForCausalLM(LlamaConfig.from_pretrained(tokenizer)).save_pretrained(tokenizer)
-    backbone.check(tokenizer, MINI.max_length)
-    model = backbone.load(tokenizer, seed=0)
+    backbone.check(tokenizer, MINI)
+    model = backbone.load(tokenizer, 0, MINI)
     tasks = stage[0]
     batch = backbone.encode(tasks[0].train, tokenizer, MINI)
     assert backbone.logits(model, batch).shape == (len(batch["labels"]), 4)
     adapted = {name.split(".")[-4] for name, p in model.named_parameters() if "lora_A" in name}
     assert adapted == set(backbone.LAYERS)
-    assert backbone.trained(tokenizer) == model.get_nb_trainable_parameters()[0]
+    assert backbone.trained(tokenizer, MINI) == model.get_nb_trainable_parameters()[0]
+    # The last layer alone, on stored inputs, says the same: adapters begin at zero.
+    last = replace(MINI, last_layers=1)
+    cut, stored = backbone.load(tokenizer, 0, last).eval(), backbone.encode(tasks[0].train, tokenizer, last)
+    assert len(cut.base_model.model.model.layers) == 1
+    few = {name: values[:5] for name, values in stored.items()}
+    expected = backbone.logits(model.eval(), batch)
+    assert torch.allclose(backbone.logits(cut, stored), expected, atol=1e-5)
+    assert torch.allclose(backbone.logits(cut, few), expected[:5], atol=1e-5)
+    assert backbone.trained(tokenizer, last) == cut.get_nb_trainable_parameters()[0]
+
+
+def test_only_models_like_llamas_are_cut(tmp_path):
+    GPT2Config(n_layer=3).save_pretrained(tmp_path)
+    backbone.check(tmp_path, replace(MINI, last_layers=3))
+    with pytest.raises(SetupError, match="last_layers must be at least 3"):
+        backbone.check(tmp_path, replace(MINI, last_layers=2))

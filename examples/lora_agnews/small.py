@@ -54,7 +54,7 @@ def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Pa
     """Return the folder of the backbone; the small one is pretrained unless it is in the cache."""
     if config.backbone != "small":
         folder = backbone.locate(config.backbone)
-        backbone.check(folder, config.max_length)
+        backbone.check(folder, config)
         console.print(f"[bold]backbone[/]  {config.backbone}")
         return folder
     texts = [text for experience in experiences for text in experience.train.texts]

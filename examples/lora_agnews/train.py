@@ -50,7 +50,7 @@ class Run:
         config = self.config
         if config.device == "cpu":
             torch.set_num_threads(1)
-        model = backbone.load(self.folder, self.seed, config.dropout).to(config.device)
+        model = backbone.load(self.folder, self.seed, config).to(config.device)
         tasks = [self.experiences[k] for k in stream.order(config.experiences, self.seed)]
         train_rows = [backbone.encode(task.train, self.folder, config) for task in tasks]
         test_rows = [backbone.encode(task.test, self.folder, config) for task in tasks]

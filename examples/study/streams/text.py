@@ -26,7 +26,7 @@ def agnews(seed: int, tasks: int = 3, **settings: Any) -> Stream:
     articles = _load()
     dealt = stream.build(articles.texts, articles.labels, config)
     folder = small.backbone_folder(config, dealt, cache_folder(), Console(quiet=True))
-    model = backbone.load(folder, seed, config.dropout)
+    model = backbone.load(folder, seed, config)
     found = []
     for one in (dealt[k] for k in stream.order(tasks, seed)):
         parts = (backbone.encode(part, folder, config) for part in (one.train, one.test))
