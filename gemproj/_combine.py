@@ -1,4 +1,4 @@
-"""Stage 3: the projected gradient from the multipliers, in one read of G and g."""
+"""Stage 3: the projected gradient from the multipliers, in one read of G; in three if rows nearly cancel."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Coordinates from one more read of G resolve angles between rows of 1e-14: the search of stage 2, the
 correction of x in stage 3 and the error bound use the same ones. Coordinates from K resolve 1e-7: the search
-makes its own, in `gemproj._search.from_gram`, without g; those of the error bound have g, too.
+makes its own, in `gemproj._search.from_gram`, with the part of g in the span of the rows; those of the error
+bound, in `whole_from_gram`, have all of g.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
 
 
-class Rows(NamedTuple):
+class Coordinates(NamedTuple):
     """Coordinates of the n problems of a batch whose G was read again.
 
     Attributes
@@ -45,8 +46,8 @@ class Rows(NamedTuple):
         K = K[0] if problem.shared else K.reshape((*shape, problem.t))
         return Gram(K, b.reshape(shape), gg.reshape(problem.batch))
 
-    def without_zeros(self, gram: Gram) -> Rows:
-        """Return these coordinates with zeros for rows and gradients that count as zero in K."""
+    def without_zeros(self, gram: Gram) -> Coordinates:
+        """Write zeros for rows and gradients that count as zero in K, and return these coordinates."""
         diagonal = gram.K.diagonal(0, -2, -1)
         if np.count_nonzero(diagonal) < diagonal.size:
             rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
@@ -62,7 +63,7 @@ class Rows(NamedTuple):
         loses[self.where] = False if self.basis is None else self.basis.any(axis=(-2, -1))
         return loses
 
-    def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:
+    def corrected(self, free: np.ndarray, loses: np.ndarray) -> Coordinates:
         """Return these coordinates with the dual bases of the problems of a mask (...)."""
         V = np.broadcast_to(self.V, (len(self.a), *self.V.shape[1:]))
         basis, free = np.zeros((*V.shape[:2], V.shape[1])), free[self.where]
@@ -78,7 +79,7 @@ class Rows(NamedTuple):
         return np.where(np.isfinite(step), step, 0.0)
 
 
-def own_rows(problem: Problem) -> Rows | None:
+def own_coordinates(problem: Problem) -> Coordinates | None:
     """Return G and g themselves, in float64, for a problem with no more columns than rows; else None.
 
     A large batch has its coordinates computed where K does not resolve the rows.
@@ -94,17 +95,17 @@ def own_rows(problem: Problem) -> Rows | None:
         whole = np.concatenate(parts, axis=-1 if problem.shared or not batch else 0)
     where = np.ones(batch, dtype=bool)
     V, a = (whole[None, :t], whole[t:]) if problem.shared else (whole[..., :t, :], whole[..., t, :])
-    return Rows(where, V.reshape(-1, t, d), a.reshape(-1, d))
+    return Coordinates(where, V.reshape(-1, t, d), a.reshape(-1, d))
 
 
-def from_rows(problem: Problem, where: np.ndarray) -> Rows:
+def from_rows(problem: Problem, where: np.ndarray) -> Coordinates:
     """Return coordinates of the problems of a mask (...), from one more read of G and g.
 
     They are R' of a QR factorisation of the columns [G; g]', which takes one tile after the other.
     """
     if problem.batch and (problem.shared or not problem.host):
         each = [from_rows(problem.at(tuple(i)), np.array(True)) for i in np.argwhere(where)]
-        return Rows(where, np.concatenate([r.V for r in each]), np.concatenate([r.a for r in each]))
+        return Coordinates(where, np.concatenate([r.V for r in each]), np.concatenate([r.a for r in each]))
     factors: dict[int, Any] = {}  # by the first problem
     with problem.without_autocast():
         for lead, tile in stacked(problem):
@@ -114,10 +115,10 @@ def from_rows(problem: Problem, where: np.ndarray) -> Rows:
                 columns = xp.concat([factors[first], columns], axis=-2)
             factors[first] = np.linalg.qr(columns, "r") if problem.host else xp.linalg.qr(columns)[1]
     whole = np.concatenate([np.swapaxes(to_numpy(R), -1, -2) for R in factors.values()])
-    return Rows(where, np.ascontiguousarray(whole[:, :-1]), np.ascontiguousarray(whole[:, -1]))
+    return Coordinates(where, np.ascontiguousarray(whole[:, :-1]), np.ascontiguousarray(whole[:, -1]))
 
 
-def from_gram(gram: Gram) -> np.ndarray:
+def whole_from_gram(gram: Gram) -> np.ndarray:
     """Return coordinates [V; a] (..., t + 1, t + 1) from K, b and |g|^2.
 
     ``|g|^2`` is raised to at least ``b' K^+ b``, its smallest value for any g with ``G g = b``: below that

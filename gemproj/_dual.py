@@ -11,7 +11,7 @@ import numpy as np
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace, to_numpy
 from gemproj._bounds import Bounds, Options, is_like, make_bounds, standard_form
 from gemproj._checks import check_multipliers
-from gemproj._constants import EPS, RESOLVED, SMALL, TRUST_SMALL, WIDE_ROUNDING
+from gemproj._constants import EPS, RESOLVED, SMALL, TRUST_SMALL
 from gemproj._coordinates import from_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
@@ -160,8 +160,8 @@ def solve_gram(
     gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
     like = tuple(gram.b.shape), xp, device
     start = None if warm_start is None else to_numpy(check_multipliers(warm_start, "warm_start", *like))
-    rounding = WIDE_ROUNDING / EPS * max(EPS, *(float(xp.finfo(dtype).eps) for dtype in {K.dtype, b.dtype}))
-    measured = Measured(gram, rounding, partial(from_numpy, xp=xp, device=device))
+    eps = max(EPS, *(float(xp.finfo(dtype).eps) for dtype in {K.dtype, b.dtype}))
+    measured = Measured(gram, eps, partial(from_numpy, xp=xp, device=device))
     return solve(measured, options, start).to(measured.to_caller)
 
 
@@ -207,14 +207,14 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         given = {name: a for name, a in vars(options).items() if is_like(a, gram.b)}
         K, b, gg, start, *values = fetch([*gram, start, *given.values()])
         gram, options = Gram(K, b, gg), replace(options, **dict(zip(given, values, strict=True)))
-    measured = measured._replace(gram=check_range(gram, measured.rows))
+    measured = measured._replace(gram=check_range(gram, measured.problem))
     bounds = make_bounds(options, measured.gram.b)
     if type(method) is Exact:  # a class derived from it need not be exact
         return _search(measured, bounds, start)
     lam, *numbers = _run(measured, bounds, method, start)
     shape = measured.gram.gg.shape  # ints stand for all problems
     steps, status = (np.full(shape, n, dtype=np.int64) if isinstance(n, int) else n for n in numbers)
-    sol = DualSolution(lam, measured.gram, bounds, steps, status, measured.rounding)
+    sol = DualSolution(lam, measured.gram, bounds, steps, status, measured.eps)
     # A class derived from Exact need not return what it has solved, and quadprog adds a ridge.
     return sol._judged() if isinstance(method, Exact | Quadprog) else sol
 
@@ -236,7 +236,7 @@ def solve_unread(measured: Measured, options: Options, start: Array | None = Non
         if bounds.h is not None:  # b is infinite for rows that are switched off, and they are left out
             K, b = namespace(b).broadcast_to(K, (*b.shape, b.shape[-1])), b - bounds.h
         lam = solve_few(K, b, bounds.lower)
-    return Unread(lam, measured.gram, bounds, measured.rounding)
+    return Unread(lam, measured.gram, bounds, measured.eps)
 
 
 def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolution:
@@ -244,7 +244,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
 
     A problem with no more columns than rows is solved in its own coordinates at once.
     """
-    (K, b, _), problem, rows, (lower, upper, h) = measured.gram, measured.rows, measured.own, bounds
+    (K, b, _), problem, rows, (lower, upper, h) = measured.gram, measured.problem, measured.own, bounds
     if rows is not None:
         rows.without_zeros(measured.gram)
         dual = Dual(0.0, 0.0, rows.V, rows.a.reshape((*b.shape[:-1], -1)), h, lower, upper, start)
@@ -252,8 +252,10 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     else:
         small = problem is not None and problem.columns * (b.shape[-1] + 1) <= SMALL
         trust = TRUST_SMALL if small else RESOLVED
-        eps, resolves = measured.rounding * EPS / WIDE_ROUNDING, GRAM_RESOLVES
-        if eps > EPS:  # entries in half precision are rounded once, because products are summed in float32
+        eps, resolves = measured.eps, GRAM_RESOLVES
+        # In half precision entries are rounded once, as products are summed in float32. Sums in float32 have
+        # more roundings.
+        if eps > EPS:
             resolves = float(((1.0 if eps > HALF else 16.0) * eps * b.shape[-1] ** 0.5) ** 0.5)
         lam, status, pivots, total = search(Dual(resolves, trust, K, b, h, lower, upper, start))
         if problem is not None and np.count_nonzero(status):
@@ -269,7 +271,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
             return _search(measured, bounds.without(slight), start)
     if np.count_nonzero(status):  # without h, K and b contradict each other: there is no g with G g = b
         without_rays(lam, status)
-    sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
+    sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.eps, True, rows)
     if rows is not None and np.count_nonzero(loses := EPS * total > LOST):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol

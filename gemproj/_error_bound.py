@@ -58,22 +58,22 @@ def error_bound(
     fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
     near = free | ((s <= NEAR_ZERO) & (upper > lower))
     basis, weights = _basis(A, free, near, resolves)
-    from_rows = resolves < 1e-10
+    of_rows = resolves < 1e-10
     bound = math.inf
-    if from_rows or len(basis) == np.count_nonzero(near):
-        known = rounding * (1.0 + float(np.abs(mu[~free]).sum())) if from_rows else fuzz
+    if of_rows or len(basis) == np.count_nonzero(near):
+        known = rounding * (1.0 + float(np.abs(mu[~free]).sum())) if of_rows else fuzz
         sigma = float(np.linalg.svd(A[:, basis], compute_uv=False)[-1]) if basis else 1.0
-        if not from_rows:
+        if not of_rows:
             sigma = math.sqrt(max(0.0, sigma**2 - len(mu) * rounding))
         missed = _missed(error, basis, weights, known, fuzz)
         bound = missed / sigma + moved + 2.0 * fuzz if sigma else math.inf
     apart = lam - mu
     step, much = float(np.linalg.norm(A @ apart)), float(np.abs(apart).sum())
-    step = step + rounding * much if from_rows else math.hypot(step, math.sqrt(rounding) * much)
+    step = step + rounding * much if of_rows else math.hypot(step, math.sqrt(rounding) * much)
     bound += step
     if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # x = 0 is feasible
         x, much = a + A @ inside, 1.0 + float(np.abs(inside).sum())
-        square = max(0.0, float(x @ x) - 2.0 * float(h @ inside)) + (0.0 if from_rows else rounding * much**2)
+        square = max(0.0, float(x @ x) - 2.0 * float(h @ inside)) + (0.0 if of_rows else rounding * much**2)
         length = math.sqrt(square) + float(np.linalg.norm(A @ (lam - inside))) + rounding * much
         bound = min(bound, length)
     return size * bound

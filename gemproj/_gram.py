@@ -9,8 +9,8 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, namespace, on_host, refuse_transformed, to_numpy
 from gemproj._checks import check_array
-from gemproj._constants import EPS, WIDE_RANGE, WIDE_ROUNDING
-from gemproj._coordinates import own_rows
+from gemproj._constants import EPS, WIDE_RANGE
+from gemproj._coordinates import own_coordinates
 from gemproj._problem import Problem, check_problem
 from gemproj._tspace import Gram, Measured, fetch, inverse
 from gemproj.backends import select
@@ -46,12 +46,10 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 def measure(problem: Problem) -> Measured:
     """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G."""
-    if (own := own_rows(problem)) is not None:
-        return Measured(own.gram(problem), WIDE_ROUNDING, problem.to_caller, problem, own)
-    rounding = WIDE_ROUNDING
-    if not problem.host:  # there may be no float64
-        rounding *= float(problem.xp.finfo(problem.wide).eps) / EPS
-    return Measured(select(problem).gram(problem), rounding, problem.to_caller, problem)
+    if (own := own_coordinates(problem)) is not None:
+        return Measured(own.gram(problem), EPS, problem.to_caller, problem, own)
+    eps = EPS if problem.host else float(problem.xp.finfo(problem.wide).eps)  # there may be no float64
+    return Measured(select(problem).gram(problem), eps, problem.to_caller, problem)
 
 
 def check_range(gram: Gram, problem: Problem | None) -> Gram:

@@ -118,13 +118,8 @@ def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
     tensors = [a for a in arrays if type(a) not in _SCALARS]
     if len(tensors) > 2 or type(G) is not Tensor or type(g) is not Tensor:
         tensors = [b for a in tensors for b in blocks_of(a) if isinstance(b, Tensor)]
-    for a in tensors:
-        try:
-            usual = type(a) is Tensor and a.data_ptr()
-        except RuntimeError:
-            usual = False
-        if not usual and _lacks_values(torch, a):
-            return "transformed"
+    if any(_lacks_values(torch, a) for a in tensors):
+        return "transformed"
     if torch.jit.is_tracing():
         return "traced"
     if torch.overrides.has_torch_function(tensors) and is_recording():

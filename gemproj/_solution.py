@@ -12,12 +12,18 @@ import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
 from gemproj._bounds import Bounds
-from gemproj._constants import EPS, GRAM_RESOLVES, ROWS_RESOLVE, WIDE_ROUNDING
-from gemproj._coordinates import Rows, dual_basis, from_gram
+from gemproj._constants import EPS
+from gemproj._coordinates import Coordinates, dual_basis, whole_from_gram
 from gemproj._error_bound import error_bound
 from gemproj._search import OPTIMAL_WITHIN
 from gemproj._tspace import Gram, drop_rows, fetch, inverse, matvec
 from gemproj.methods._method import Status
+
+# Relative rounding error of entries of the Gram matrix, in eps; the worst case, identical columns, gives 50.
+ROUNDINGS = 128.0
+# Smallest angles between rows that the error bound takes for resolved, in coordinates from G and from K: a
+# little more than those of the search.
+FROM_ROWS, FROM_GRAM = 3e-14, 1e-7
 
 
 def in_numpy(function: Callable[[Any], Any]) -> Callable[[DualSolution], Array]:
@@ -62,10 +68,10 @@ class DualSolution:
     bounds: Bounds
     iterations: Any
     status: Any
-    _rounding: float = WIDE_ROUNDING
+    _eps: float = EPS  # of the sums in `gram`
     # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
-    _rows: Rows | None = None
+    _rows: Coordinates | None = None
     # The same in NumPy, if the caller's arrays are of another library.
     _numpy: DualSolution | None = field(default=None, init=False)
 
@@ -186,7 +192,7 @@ class DualSolution:
         asked, bound = self.bounds.asked(np.broadcast_to(self._norms(), lam.shape)), np.zeros(np.shape(size))
         for i, V, a, read in self._coordinates():
             if size[i]:
-                known = (ROWS_RESOLVE, ROWS_RESOLVE) if read else (self._rounding, GRAM_RESOLVES)
+                known = (FROM_ROWS, FROM_ROWS) if read else (ROUNDINGS * self._eps, FROM_GRAM)
                 bound[i] = error_bound(V, a, h[i], lam[i], lower[i], upper[i], asked[i], *known) / size[i]
         return self._or_infinity(bound)
 
@@ -255,14 +261,14 @@ class DualSolution:
 
     def _judged(self) -> DualSolution:
         """Return this solution with the status STALLED where it misses the optimality conditions."""
-        within = OPTIMAL_WITHIN * max(1.0, self._rounding / WIDE_ROUNDING)
+        within = OPTIMAL_WITHIN * max(1.0, self._eps / EPS)
         missed = ~(self.kkt_residual() <= within)  # also for NaN
         return replace(self, status=self.status | missed.astype(np.int64) * int(Status.STALLED))
 
     # What follows is called on NumPy's arrays.
     def _coordinates(self) -> Iterator[tuple[Any, ...]]:
         """Yield the index of each problem, its coordinates V and a, and whether they are from G."""
-        known, rows, number = from_gram(self.gram), self._rows, 0
+        known, rows, number = whole_from_gram(self.gram), self._rows, 0
         for i in np.ndindex(known.shape[:-2]):
             if rows is not None and rows.where[i]:
                 yield i, rows.V[number if len(rows.V) > 1 else 0], rows.a[number], True
@@ -291,7 +297,7 @@ class DualSolution:
         """Return the mask (...) of problems whose x is zero, to the rounding of K."""
         square, lower, norms = self._square(), self.bounds.lower, self._norms()
         lengths, most = self.multipliers * norms, 8 * (self.multipliers.shape[-1] + 1)
-        zero = square <= most * self._rounding * (self.gram.gg + np.sum(lengths * lengths, axis=-1))
+        zero = square <= most * ROUNDINGS * self._eps * (self.gram.gg + np.sum(lengths * lengths, axis=-1))
         if lower is not None:  # lam has the rounding of the margin
             origin = np.where(np.isfinite(lower), lower, 0.0) * norms
             zero = zero | (square <= (most * EPS) ** 2 * np.sum(origin * origin, axis=-1))
@@ -329,11 +335,11 @@ class Unread:
     multipliers: Array
     gram: Gram
     bounds: Bounds
-    _rounding: float
+    _eps: float
 
     def solution(self) -> DualSolution:
         """Return the solution in NumPy, from one copy; rows that are not finite become zero."""
         K, b, gg, lam, *bounds = fetch([*self.gram, self.multipliers, *self.bounds])
         K, b, _ = drop_rows(K, b)
         zeros = np.zeros(gg.shape, dtype=np.int64)
-        return DualSolution(lam, Gram(K, b, gg), Bounds(*bounds), zeros, zeros, self._rounding)._judged()
+        return DualSolution(lam, Gram(K, b, gg), Bounds(*bounds), zeros, zeros, self._eps)._judged()

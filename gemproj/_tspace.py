@@ -1,4 +1,4 @@
-"""Linear algebra of the t x t dual problem, shared by all methods: scaling, residuals, sweeps.
+"""The t x t dual problem: what is measured, what is solved, and the linear algebra of all methods.
 
 The standard form of the dual problem is ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper`` where
 every entry of `lower` is 0, or -inf for an equality constraint. ``lower=None`` stands for zeros and
@@ -43,21 +43,21 @@ class Measured(NamedTuple):
     ----------
     gram : Gram
         K, b and |g|^2: on the CPU NumPy arrays, because NumPy calls take a fifth of the time of torch calls.
-    rounding : float
-        Relative rounding error of the entries of `gram`.
+    eps : float
+        Machine epsilon of the sums in `gram`, or of the narrower dtype in which they are given.
     to_caller : callable
         Converts an array of t-space to the library and device of the caller's arrays.
-    rows : Problem or None
+    problem : Problem or None
         The problem with G and g, used to read G again if K is ill-conditioned. None if only K is given, or
         if this process has only a shard of G.
-    own : Rows or None
+    own : Coordinates or None
         G and g themselves as coordinates, for a problem with no more columns than rows.
     """
 
     gram: Gram
-    rounding: float
+    eps: float
     to_caller: Callable[[Array], Array]
-    rows: Any = None
+    problem: Any = None
     own: Any = None
 
 
@@ -78,16 +78,11 @@ class Dual(NamedTuple):
     start: Any = None
 
 
-def normalise(
-    K: Array,
-    b: Array,
-    lower: Array | None = None,
-    upper: Array | None = None,
-    start: Array | None = None,
-) -> tuple[Any, ...]:
-    """Return K, b, bounds and start for rows of norm one and b of maximum one, and the multipliers' unit.
+def normalise(K: Array, b: Array, upper: Array | None = None, start: Array | None = None) -> tuple[Any, ...]:
+    """Return K, b, the upper bound and start for rows of norm one and b of maximum one, and their unit.
 
-    A row of norm zero is not a constraint: it is decoupled from the other rows, and its multiplier is zero.
+    The lower bound, zero or -inf, has no unit. A row of norm zero is not a constraint: it is decoupled from
+    the other rows, and its multiplier is zero.
     """
     xp = namespace(K)
     norm = xp.sqrt(xp.linalg.diagonal(K))
@@ -103,7 +98,7 @@ def normalise(
         finite = xp.isfinite(upper)
         upper = xp.where(finite, xp.where(finite, upper, xp.zeros_like(upper)) * stretch, upper)
     start = None if start is None else start * stretch
-    return unit_K, unit_b / size, lower, upper, start, size * per_norm
+    return unit_K, unit_b / size, upper, start, size * per_norm
 
 
 def inverse(a: Array) -> Array:

@@ -65,15 +65,10 @@ def test_draws_are_the_same_on_any_default_device():
 # --- copies ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """An example that is a dataclass."""
+@pytest.mark.parametrize("slots", [False, True])
+def test_dataclasses(slots):
+    Pair = dataclasses.make_dataclass("Pair", ["ids", "label"], frozen=True, slots=slots)
 
-    ids: torch.Tensor
-    label: int
-
-
-def test_dataclasses():
     def collate(some):
         return Pair(torch.stack([one.ids for one in some]), torch.tensor([one.label for one in some]))
 

@@ -38,7 +38,7 @@ def _eliminate(K: Array, b: Array) -> Array:
 
     A set with a dependent row is excluded: a set of independent rows gives the same solution more accurately.
     """
-    K, b, _, _, _, stretch = normalise(K, b)
+    K, b, _, _, stretch = normalise(K, b)
     xp, t, device, one = namespace(b), b.shape[-1], device_of(b), identity_like(K)
     K, least = xp.broadcast_to(K, (*b.shape, t)), DEPENDENT * xp.finfo(b.dtype).eps
     sets, rows = xp.arange(2**t, device=device)[:, None], xp.arange(t, device=device)

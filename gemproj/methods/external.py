@@ -35,7 +35,7 @@ class External(Method):
                 f"This method needs the package {self.package}: pip install '.[qp]' in a checkout of "
                 "gemproj. method='exact' needs no package."
             ) from error
-        K, unit_b, _, most, first, scale = normalise(K, b, lower, upper, warm_start)
+        K, unit_b, most, first, scale = normalise(K, b, upper, warm_start)
         batch, t = b.shape[:-1], b.shape[-1]
         lam = np.zeros((*batch, t))
         least, most = (0.0 if lower is None else lower), (np.inf if upper is None else most)

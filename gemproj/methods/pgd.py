@@ -60,7 +60,7 @@ class PGD(Method):
         self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
     ) -> Outcome:
         if self.normalize:
-            K, b, lower, upper, warm_start, scale = normalise(K, b, lower, upper, warm_start)
+            K, b, upper, warm_start, scale = normalise(K, b, upper, warm_start)
         if self.step_size == "safe":
             eta = inverse(largest_eigenvalue_bound(K))
         else:
@@ -109,7 +109,7 @@ class FISTA(Method):
         self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
     ) -> Outcome:
         if self.normalize:
-            K, b, lower, upper, warm_start, scale = normalise(K, b, lower, upper, warm_start)
+            K, b, upper, warm_start, scale = normalise(K, b, upper, warm_start)
         xp = namespace(K)
         eta = inverse(largest_eigenvalue_bound(K))
         start = lam = y = b * 0.0 if warm_start is None else warm_start

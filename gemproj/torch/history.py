@@ -339,7 +339,7 @@ def _batch(solutions: Sequence[DualSolution | Unread]) -> DualSolution:
     first, xp = solutions[0], namespace(solutions[0].multipliers)
     parts = zip(*[(sol.multipliers, *sol.gram, *sol.bounds) for sol in solutions], strict=True)
     lam, K, b, gg, *bounds = (None if part[0] is None else xp.stack(list(part)) for part in parts)
-    return Unread(lam, Gram(K, b, gg), Bounds(*bounds), first._rounding).solution()
+    return Unread(lam, Gram(K, b, gg), Bounds(*bounds), first._eps).solution()
 
 
 class Report(dict[Any, Line]):

@@ -110,7 +110,7 @@ class Processes:
         whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
         if on_host(self._device):
             whole = [a.numpy() for a in whole]
-        return Measured(Gram(*whole), part.rounding, part.to_caller)
+        return Measured(Gram(*whole), part.eps, part.to_caller)
 
     def sum_shards(self, values: Tensor) -> Tensor:
         """Sum values over processes in place; each process has computed them from the columns it owns."""

@@ -7,10 +7,14 @@
     s <- the optimizer's own step from g
     s <- argmin |x - s|_W subject to  G x >= h          _finish, in the hook after it; W is Adam's metric
 
+The step s is the weights before it minus those after it, so losses fall along s, as they do along g. With
+``on="step"`` the gradient is not projected, with ``on="gradient"`` the step is only measured. The projected
+gradient is clipped, if asked.
+
 For the step s of an optimizer, a promise with a tolerance requires ``G s >= repair * (loss - bound)``, the
 discrete form of a control barrier condition. To first order, this gives
 ``loss' - bound <= (1 - repair) (loss - bound)``. A loss above its bound returns to the bound geometrically,
-and a loss below its bound may rise towards it.
+and a loss below its bound may rise towards it. For the gradient h is divided by the learning rate.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -44,7 +48,8 @@ from gemproj.torch.vector import ParameterVector, local, mesh_of
 
 On = Literal["gradient", "step", "both"]
 
-_STEP: Any = torch.optim.Optimizer.profile_hook_step(print)  # the wrapper of a step, which calls the hooks
+# The code of the wrapper of every optimizer's step, which calls the hooks.
+_STEP: Any = torch.optim.Optimizer.profile_hook_step(print).__code__
 # Optimizers whose state is computed from weights that a projection would replace.
 _UNFIT = {
     "LBFGS": "it uses differences of gradients between weights that it has set itself",
@@ -100,11 +105,12 @@ class Terms:
             return None
         return rows.losses - rows.stored - torch.as_tensor(self.tolerance)
 
-    def right_hand_side(self, rows: Rows, gram: Gram, rate: float, unit: float, scaled: bool) -> Any:
+    def right_hand_side(self, rows: Rows, gram: Gram, rate: float, unit: float, adaptive: bool) -> Any:
         """Return h for a vector with these inner products; None if h is zero.
 
-        Along the vector, losses fall by `rate` times its products with the rows. A vector of gradients times
-        `unit` has the unit of this vector. `scaled` says that the optimizer scales its entries.
+        A step of `rate` times the vector is taken, so losses fall by `rate` times its products with the rows.
+        A gradient times `unit` has the unit of the vector. `adaptive` says that the optimizer will scale its
+        entries one by one.
         """
         excess: Any = self.excess(rows)
         losses: Any = rows.losses
@@ -121,7 +127,7 @@ class Terms:
         norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
         # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum of a
         # loss, where the row vanishes. Where the units of a gradient change, a fraction of it.
-        most = (self.repair if scaled else 1.0) * norms * size
+        most = (self.repair if adaptive else 1.0) * norms * size
         # A learning rate may be zero, as in the first step of a warmup.
         h = xp.minimum(self.repair * excess / max(rate, 1e-30), most)
         if self.compared is None:
@@ -167,7 +173,13 @@ class ProjectedStep:
         self.early = False  # whether a framework calls `begin` before it clips, in place of the hook
         self.calls = 0  # of ``optimizer.step()``
         self._clipped: Any = 1.0  # the factor by which clipping multiplied the gradient
-        self._rows: Rows | None = None  # those of the step between the hooks; None if it is left alone
+        # Of the step between the hooks: its rows, None if it is left alone; the group of each parameter, or
+        # None, and whether it moves; the solution for the gradient; and the seconds so far.
+        self._rows: Rows | None = None
+        self._groups: list[Any] = []
+        self._moving: list[bool] = []
+        self._solution: DualSolution | Unread | None = None
+        self._seconds = 0.0
         self._hooks = [
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._finish),
@@ -203,7 +215,7 @@ class ProjectedStep:
     @torch.compiler.disable
     @torch.no_grad()
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Before the step: with a closure, which computes the gradient, only compute the rows."""
+        """Before the step: compute the rows, and project the gradient, if need be after a closure made it."""
         if is_within(optimizer):
             return None
         self.calls += 1
@@ -232,7 +244,8 @@ class ProjectedStep:
 
     def _look(self) -> None:
         """Get the rows, and copy the parameters."""
-        start, self._rows, self._moving = time.perf_counter(), None, list[bool]()
+        start = time.perf_counter()
+        self._rows, self._moving = None, []
         self._rows = self._training.look(self)
         if self._rows is not None:
             torch._foreach_copy_(self._vector.before.parts, self._vector.local())
@@ -252,13 +265,11 @@ class ProjectedStep:
             self._clip()
             return
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        # The group of each parameter, or None; `lr` and others do not change within a step.
         self._groups = [groups.get(id(p)) for p in vector.parameters]
         held, self._solution = [group is not None for group in self._groups], None
         if any(p.grad is not None for p in vector.parameters):
             try:
-                first = len(self._training.steps) > 1 == len(self._training._stepped)  # of several parts
-                if keeper.on == "step" or first:
+                if keeper.on == "step" or self._training.is_first_part:
                     self._check_finite(rows)
                 if keeper.on != "step":
                     self._solution, _ = self._solve("gradient", rows, vector.read_gradient(), held)
@@ -278,7 +289,7 @@ class ProjectedStep:
         if is_within(optimizer):
             return
         rows, self._rows, self.max_norm = self._rows, None, None
-        if rows is None or not self._moving:
+        if rows is None or not self._moving:  # left alone, or a closure was not called
             return
         start, training, vector, solution = time.perf_counter(), self._training, self._vector, None
         step = vector.read_step()
@@ -291,15 +302,7 @@ class ProjectedStep:
                 vector.assign(vector.before.parts)
                 if not isinstance(error, ValueError):
                     raise
-                parts = zip(vector.names, vector.split(step), strict=True)
-                wrong = next((name for name, part in parts if not part.isfinite().all()), None)
-                why = f"Here g is the step: {error}{self._named_rows(str(error))}"
-                if wrong is not None:
-                    why = f"It is not finite in {wrong}: lower its learning rate, or keep weights in float32."
-                raise ValueError(
-                    f"A step of {type(optimizer).__name__} could not be projected and was undone, but not in "
-                    f"the optimizer's state. {why}"
-                ) from error
+                self._refuse_step(step, error)
             if changed:
                 vector.take_step()
                 step = vector.read_step()
@@ -321,18 +324,8 @@ class ProjectedStep:
         Only columns of moving parameters are used. All local columns are updated, but only one process counts
         a replicated column in the Gram matrix. `weights` are those of Adam's metric.
         """
-        training, keeper, terms = self._training, self._training.keeper, self._training.terms
-        vector, topology = rows.vector, rows.vector.topology
-        alone, rate, unit, scale = kind == "gradient" or keeper.on == "step", 1.0, 1.0, 1.0
-        if kind == "gradient":
-            rate = 1.0 if terms.tolerance is None else self.learning_rate()
-        else:
-            # Adam's metric has the unit of a gradient divided by a step.
-            weighs = alone and terms.weight is not None
-            if weights is None and (weighs or terms.penalty is not None or terms.compared is not None):
-                unit = self.learning_rate()
-            scale = unit * (float(self._clipped) if on_host(v.device) else self._clipped)
-        columns, owned = vector.columns, vector.owned
+        training, keeper, vector = self._training, self._training.keeper, rows.vector
+        topology, columns, owned = vector.topology, vector.columns, vector.owned
         if not all(moving):
             chosen = [j for j, moves in enumerate(moving) if moves]
             columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
@@ -341,35 +334,22 @@ class ProjectedStep:
             mine = here if owned == columns else _problem(rows, v, weights, owned)
             measured = measure(mine)
         measured = topology.sum_gram(measured)
-        if weights is None and all(moving):  # alike on all processes
+        if weights is None and all(moving):  # a condition that is the same on all processes
             K = measured.gram.K
             rows.norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)
-        scaled = kind == "gradient" and not isinstance(self.optimizer, torch.optim.SGD)
-        h = terms.right_hand_side(rows, measured.gram, rate, unit, scaled)
-        penalty: Any = terms.penalty
-        if penalty is not None and not alone and self._solution is not None and keeper.project:
-            used: Any = self._solution.multipliers  # by the projection of the gradient
-            used = abs(torch.as_tensor(used, device=v.device) if isinstance(penalty, Tensor) else used)
-            penalty = (penalty - used) * (penalty > used)
-        options = Options(
-            keeper.method,
-            h=h,
-            margin=terms.weight * scale if alone and terms.weight is not None else 0.0,
-            penalty=None if penalty is None else penalty * scale,
-            equality=False if terms.equal is None else terms.equal,
-        )
-        start, part, asked = training.warm_start(kind, rows.names), 1.0, h
+        options = self._options(kind, rows, measured.gram, weights)
+        h, part, start = options.h, 1.0, training.warm_start(kind, rows.names)
         while True:
             try:
-                sol = solve_unread(measured, replace(options, h=asked), start)
-                if part == 0.0 or not _is_long(sol, measured.gram, asked, options.margin):
+                sol = solve_unread(measured, options, start)
+                if part == 0.0 or not _is_long(sol, measured.gram, options.h, options.margin):
                     break
                 part = 0.5 * part if part > _LEAST_PART else 0.0
             except ValueError as error:
                 if h is None or part == 0.0 or "infeasible" not in str(error):
                     raise
                 part = 0.0  # no step of any length takes all losses to their bounds: none may rise then
-            asked = namespace(h).minimum(h, part * abs(h))
+            options = replace(options, h=namespace(h).minimum(h, part * abs(h)))
         if part < 1.0:
             above = [repr(name) for name, more in zip(rows.names, h.tolist(), strict=True) if more > 0]
             done = "takes them a part of the way" if part else "raises none of them"
@@ -384,6 +364,32 @@ class ProjectedStep:
         if changed:
             combine_into(here, sol, here.vector)
         return sol, changed
+
+    def _options(self, kind: str, rows: Rows, gram: Gram, weights: Tensor | None) -> Options:
+        """Return the options of a projection: the numbers of the promises, in units of its vector."""
+        keeper, terms, penalty = self._training.keeper, self._training.terms, self._training.terms.penalty
+        # With on="both" the gradient takes the weights in full, and the step what is left of penalties.
+        full, rate, unit, scale = kind == "gradient" or keeper.on == "step", 1.0, 1.0, 1.0
+        if kind == "gradient":
+            rate = 1.0 if terms.tolerance is None else self.learning_rate()
+        else:
+            # Adam's metric has the unit of a gradient divided by a step.
+            weighs = full and terms.weight is not None
+            if weights is None and (weighs or penalty is not None or terms.compared is not None):
+                unit = self.learning_rate()
+            scale = unit * (float(self._clipped) if on_host(rows.G.device) else self._clipped)
+        if penalty is not None and not full and self._solution is not None and keeper.project:
+            used: Any = self._solution.multipliers  # by the projection of the gradient
+            used = abs(torch.as_tensor(used, device=rows.G.device) if isinstance(penalty, Tensor) else used)
+            penalty = (penalty - used) * (penalty > used)
+        adaptive = kind == "gradient" and not isinstance(self.optimizer, torch.optim.SGD)
+        return Options(
+            keeper.method,
+            h=terms.right_hand_side(rows, gram, rate, unit, adaptive),
+            margin=terms.weight * scale if full and terms.weight is not None else 0.0,
+            penalty=None if penalty is None else penalty * scale,
+            equality=False if terms.equal is None else terms.equal,
+        )
 
     def _metric(self, rows: Rows) -> Tensor | None:
         """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``; None for other optimizers.
@@ -471,7 +477,19 @@ class ProjectedStep:
             what = "G is not finite: row {}." if found[0] else "The gradient is not finite."
             raise ValueError(what.format(found[0] - 1))
 
-    def _refuse(self, error: ValueError) -> None:
+    def _refuse_step(self, step: Tensor, error: ValueError) -> NoReturn:
+        """Raise an error that names the parameter whose step is not finite, or the sets of rows."""
+        parts = zip(self._vector.names, self._vector.split(step), strict=True)
+        wrong = next((name for name, part in parts if not part.isfinite().all()), None)
+        why = f"Here g is the step: {error}{self._named_rows(str(error))}"
+        if wrong is not None:
+            why = f"It is not finite in {wrong}: lower its learning rate, or keep weights in float32."
+        raise ValueError(
+            f"A step of {type(self.optimizer).__name__} could not be projected and was undone, but not in "
+            f"the optimizer's state. {why}"
+        ) from error
+
+    def _refuse(self, error: ValueError) -> NoReturn:
         """Raise an error that names the parameter whose gradient is not finite, or the sets of rows."""
         for name, p in zip(self._vector.names, self._vector.parameters, strict=True):
             if p.grad is not None and not local(p.grad).isfinite().all():
@@ -566,7 +584,7 @@ def is_within(optimizer: torch.optim.Optimizer) -> bool:
     frame, steps = sys._getframe(), 0
     while frame.f_back is not None and steps < 2:
         frame = frame.f_back
-        steps += frame.f_code is _STEP.__code__ and frame.f_locals.get("self") is optimizer
+        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
     return steps == 2
 
 

@@ -29,7 +29,7 @@ class Training:
     def __init__(self, keeper: Any, model: torch.nn.Module, optimizers: Sequence[Any], scaler: Any) -> None:
         self.keeper, self.model, self._scaler = keeper, model, scaler
         self.terms, self.joint = Terms(), SharedPasses()
-        self.last: Projection | None = None  # those of several optimizers add up to one step
+        self.last: Projection | None = None  # statistics of the last step, of all its optimizers
         # By kind of vector: names of the rows, and their last multipliers.
         self.warm: dict[str, tuple[list[Any], Any]] = {}
         self._again = False  # whether the next step looks, whatever `look` says
@@ -121,6 +121,11 @@ class Training:
             stepped = self._stepped  # a hook that refers to self would keep this object alive
             for p in vector.parameters:  # a backward pass computes gradients at new weights
                 self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
+
+    @property
+    def is_first_part(self) -> bool:
+        """Whether the step that begins is that of the first one of several optimizers."""
+        return len(self.steps) > 1 and len(self._stepped) == 1
 
     def change(self) -> None:
         """Have the next step compute all rows, because sets were kept, dropped or loaded."""
@@ -236,7 +241,7 @@ class Training:
         return facts | self.rows.vector.signature()
 
     def _begin(self) -> None:
-        """Say what a training that begins does not protect."""
+        """Say what a training that begins does not protect; raise if its processes were set up later."""
         keeper = self.keeper
         check_alone(self.rows.vector.topology)
         if not keeper.sets and not keeper._given:
