@@ -27,7 +27,8 @@ from transformers import (  # noqa: E402
 )
 from transformers.trainer_utils import default_compute_objective  # noqa: E402
 
-from gemproj.integrations.transformers import _TEXT, KeeperCallback, _Examples, _place  # noqa: E402
+from gemproj.integrations.texts import TEXT, Examples  # noqa: E402
+from gemproj.integrations.transformers import KeeperCallback, _place  # noqa: E402
 from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 
@@ -260,7 +261,7 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
 def examples(model, words, loader=None, max_length=None, removes=True, **more):
     """Return what makes examples for a Trainer with these arguments."""
     args = SimpleNamespace(max_length=max_length, label_names=None, remove_unused_columns=removes, **more)
-    return _Examples(model, words, args, loader)
+    return Examples(model, words, args, loader)
 
 
 def test_texts_end_with_special_tokens_and_templates_write_their_own():
@@ -281,7 +282,7 @@ def test_texts_end_with_special_tokens_and_templates_write_their_own():
         cut = pytest.warns(UserWarning, match="1 of 1 texts are longer than")
         with cut if len(ended) < 4 else nullcontext():
             made = [examples(model, words, None, allowed).of([one])[0] for one in ("red green blue", talk)]
-        assert [one[_TEXT]["input_ids"] for (one,) in made] == [ended, plain]
+        assert [one[TEXT]["input_ids"] for (one,) in made] == [ended, plain]
 
 
 def test_texts_of_pandas_and_those_of_another_column():
@@ -296,7 +297,7 @@ def test_texts_of_pandas_and_those_of_another_column():
 def test_texts_end_where_the_model_has_no_more_positions():
     with pytest.warns(UserWarning, match="longer than 16 tokens"):
         (one,), _ = examples(language_model("gpt2"), tokenizer(WORDS), max_length=99).of(["red " * 40])
-    assert len(one[_TEXT]["input_ids"]) == 16
+    assert len(one[TEXT]["input_ids"]) == 16
 
 
 def test_an_encoder_decoder_reads_one_text_and_says_another():
@@ -360,7 +361,7 @@ def test_columns_that_the_model_does_not_take_are_left_out_as_in_training():
     model, loader = adapted(language_model(), target_modules=["q_proj"]), DataLoader([0], collate_fn=list)
     for removes, left in ((True, {"input_ids", "labels"}), (False, {"input_ids", "extra"})):
         data, _ = examples(model, None, loader, removes=removes).of([{"input_ids": [2, 3], "extra": 1}])
-        assert data[0].get(_TEXT, data[0]).keys() == left
+        assert data[0].get(TEXT, data[0]).keys() == left
 
 
 @pytest.fixture
