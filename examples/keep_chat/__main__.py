@@ -33,6 +33,7 @@ LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
 METHODS = {
     "laptop": LAPTOP,
     "long": "before plain outputs:1 promise:0.05 auto:0.05",
+    "whole": "before plain promise:0.05 outputs:1",
     "many": "before plain outputs:1 "
     + " ".join(f"promise:{tolerance}#{n}" for n in (32, 128, 512) for tolerance in (0.01, 0.05, 0.3)),
     "gpu": "before plain plain@0.1 plain@0.3 plain@3 average:0.5 text:1 outputs:0.1 outputs:1 outputs:10 "
