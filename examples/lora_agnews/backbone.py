@@ -27,12 +27,14 @@ LORA = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "modules_to_save": ["sco
 # Adapted: all layers of the attention, and the last one of the MLP. In GPT-2, c_proj is the last one of both.
 GPT2_LAYERS = ["c_attn", "c_proj"]
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+# Models whose last layers alone, on stored inputs, say what the whole model says.
+CUT = ("llama", "mistral", "qwen3", "smollm3")
 
 
-def locate(name: str) -> Path:
-    """Return the folder of a backbone: a local one, SmolLM2's, or a snapshot of a model on the hub."""
+def locate(name: str, cache: Path | None = None) -> Path:
+    """Return the folder of a backbone: a local one, SmolLM2's in a cache, or a snapshot from the hub."""
     if name == "smollm2":
-        return smollm2.folder(cache_folder())
+        return smollm2.folder(cache or cache_folder())
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -44,7 +46,8 @@ def locate(name: str) -> Path:
         except Exception as error:
             raise SetupError(
                 f"backbone {name!r} is no local folder, and no model that could be loaded from the hub: "
-                f"{reason or str(error).splitlines()[0]}; --backbone small needs no download"
+                f"{reason or str(error).splitlines()[0]}; --backbone small needs no download, and "
+                "smollm2 comes from PyPI"
             ) from error
     if not (folder / "config.json").is_file():
         raise SetupError(f"backbone {folder} holds no config.json: it was not written by save_pretrained")
@@ -60,10 +63,10 @@ def check(folder: Path, config: Config) -> None:
             f"max_length must be at most {positions}, the positions of backbone {folder}, "
             f"got {config.max_length}"
         )
-    if config.last_layers < shape.num_hidden_layers and shape.model_type == "gpt2":
+    if config.last_layers < shape.num_hidden_layers and shape.model_type not in CUT:
         raise SetupError(
-            f"last_layers must be at least {shape.num_hidden_layers} for GPT-2, all that backbone {folder} "
-            f"has, got {config.last_layers}"
+            f"last_layers must be at least {shape.num_hidden_layers}, all that backbone {folder} has, got "
+            f"{config.last_layers}: only {', '.join(CUT)} can be cut, and this is {shape.model_type}"
         )
 
 

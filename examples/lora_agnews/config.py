@@ -46,7 +46,9 @@ class Config:
         "gpt2-medium", "small (pretrained here), smollm2 (from PyPI), a model on the hub, or a folder"
     )
     last_layers: int = setting(
-        1_000, "most layers that are trained; a model like Llama's runs the others once, before training"
+        1_000,
+        "most layers that are trained; a model like Llama's runs the others once in each job, which then "
+        "holds their outputs: choose a small --max-length",
     )
     max_length: int = setting(512, "tokens of an article that the model sees")
     small_layers: int = setting(2, "layers of the small GPT-2")
@@ -72,6 +74,11 @@ class Config:
             ("lr", 0 < self.lr < math.inf, "be positive and finite"),
             ("margin", 0 <= self.margin < math.inf, "be finite, and not negative"),
             ("small_width", self.small_width <= 32 or self.small_width % 32 == 0, "be a multiple of 32"),
+            (
+                "last_layers",
+                self.backbone != "small" or self.last_layers >= self.small_layers,
+                f"be at least {self.small_layers} for backbone small: all its layers are trained",
+            ),
             ("weight", 0 <= self.weight < math.inf, "be finite, and not negative"),
         ):
             if not holds:

@@ -53,7 +53,7 @@ SAME_EVERYWHERE = {
 def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Path, console: Console) -> Path:
     """Return the folder of the backbone; the small one is pretrained unless it is in the cache."""
     if config.backbone != "small":
-        folder = backbone.locate(config.backbone)
+        folder = backbone.locate(config.backbone, cache)
         backbone.check(folder, config)
         console.print(f"[bold]backbone[/]  {config.backbone}")
         return folder

@@ -85,7 +85,10 @@ def difference_rows(results: Results) -> list[list[str]]:
     learned = "pretrained on the training articles of the stream"
     small = f"GPT-2 with {config['small_layers']} layers of width {config['small_width']}, {learned}"
     last = config.get("last_layers", 1_000)  # there are results of before it was a setting
-    other = config["backbone"] + (f", adapters in the last {last} layers" if last < 1_000 else "")
+    other = {"smollm2": "SmolLM2-135M-Instruct, weights of 4 bits"}.get(
+        config["backbone"], config["backbone"]
+    )
+    other += f", adapters in the last {last} layers" if last < 1_000 else ""
     device = f"{machine.get('gpu') or config['device'].upper()}, torch {machine['torch']}"
     return [
         ["Backbone", "GPT-2 medium, 355M", small if config["backbone"] == "small" else other],

@@ -124,7 +124,7 @@ class Training:
 
     @property
     def is_first_part(self) -> bool:
-        """Whether the step that begins is that of the first one of several optimizers."""
+        """Whether the first one of several optimizers steps, without a closure."""
         return len(self.steps) > 1 and len(self._stepped) == 1
 
     def change(self) -> None:
