@@ -255,4 +255,5 @@ def test_an_import_changes_nothing_of_a_framework(monkeypatch):
     for name in after:
         monkeypatch.delitem(sys.modules, name)
     assert [dict(vars(kind)) for kind in kinds] == before
-    assert after == names  # DeepSpeed's is imported where an engine is
+    # DeepSpeed's is imported where an engine is.
+    assert after == names | {"gemproj.integrations.texts"}
