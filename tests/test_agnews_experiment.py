@@ -6,6 +6,7 @@ import shutil
 import statistics
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,14 @@ def test_damaged_results_are_named(program, tmp_path, capsys):
         (tmp_path / "results.json").write_text(text)
         assert program(["--draw", "--out", str(tmp_path)]) == 2
         assert "results.json is damaged" in "".join(capsys.readouterr().out.split("\n"))
+
+
+@pytest.mark.parametrize("name", ["paper", "paper-smollm2"])
+def test_the_pages_beside_the_paper_are_those_of_their_results(name):
+    folder = Path(__file__).parents[1] / "docs/results/study" / name
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert paper_report.markdown(results) == (folder / "table.md").read_text(encoding="utf-8")
+    assert results["config"]["backbone"] == ("small" if name == "paper" else "smollm2")
 
 
 def test_the_protocol_is_the_papers():

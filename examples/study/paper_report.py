@@ -83,15 +83,16 @@ def difference_rows(results: Results) -> list[list[str]]:
     config, machine = results["config"], results["environment"]
     train = round(0.8 * config["rows"])
     learned = "pretrained on the training articles of the stream"
-    small = f"GPT-2 with {config['small_layers']} layers of width {config['small_width']}, {learned}"
+    named = {
+        "small": f"GPT-2 with {config['small_layers']} layers of width {config['small_width']}, {learned}",
+        "smollm2": "SmolLM2-135M-Instruct, weights of 4 bits",
+    }
+    backbone = named.get(config["backbone"], config["backbone"])
     last = config.get("last_layers", 1_000)  # there are results of before it was a setting
-    other = {"smollm2": "SmolLM2-135M-Instruct, weights of 4 bits"}.get(
-        config["backbone"], config["backbone"]
-    )
-    other += f", adapters in the last {last} layers" if last < 1_000 else ""
+    backbone += f", adapters in the last {last} layers" if last < 1_000 else ""
     device = f"{machine.get('gpu') or config['device'].upper()}, torch {machine['torch']}"
     return [
-        ["Backbone", "GPT-2 medium, 355M", small if config["backbone"] == "small" else other],
+        ["Backbone", "GPT-2 medium, 355M", backbone],
         ["Trained parameters d", "not given; 2,166,784 follow", f"{results['parameters']:,}"],
         ["Length (tokens)", "512", str(config["max_length"])],
         ["Articles", "AG News", results["data"]],
