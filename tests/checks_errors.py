@@ -61,7 +61,7 @@ def a_set_that_one_process_cannot_keep_stops_every_process():
         optimizer.step()
         assert len(keeper.rows) == 1
         keeper.keep([(x[: 1 + odd], y[: 1 + odd])], Promise(loss), name=1)  # one example has one number
-        assert keeper.sets[1].means
+        assert keeper.sets[1].batches
 
 
 @check(2)

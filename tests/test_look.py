@@ -205,8 +205,9 @@ def test_sets_look_one_by_one():
                 moved[name] += looked
         before = now
     assert 0 < moved["far"] < moved["near"] / 2
+    looks = [len(training.looks(name)) for name in moved]
     lines = training.keeper.report()
-    assert [lines[name].looks for name in moved] == [len(training.looks(name)) for name in moved]
+    assert [lines[name].looks for name in moved] == looks
     assert lines["far"].steps == lines["near"].steps == 100
 
 
@@ -326,9 +327,9 @@ def begun(losses, names="a", rise=0.01, **known):
         names=list(names), losses=losses, stored=0.0 * losses, vector=vector,
         products=lambda step: (square, torch.full_like(losses, -rise)),
     )  # fmt: skip
-    forecast, none = Forecast(), 0.0 * losses
+    none = 0.0 * losses
     numbers = [losses, none + known["way"], none + known["safety"], none, none, none, none + 0.2]
-    forecast.load_state_dict({"names": rows.names, "known": torch.stack(numbers)})
+    forecast = Forecast.from_state_dict({"names": rows.names, "known": torch.stack(numbers)})
     return forecast, rows, forecast.due(rows, SimpleNamespace(tolerance=1.0, weight=None), False)
 
 

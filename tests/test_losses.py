@@ -69,6 +69,14 @@ def test_the_first_label_of_several_axes_is_predicted_by_none():
     torch.testing.assert_close(found, expected.flatten(1).mean(1))
 
 
+def test_every_label_of_uint8_is_a_class():
+    """In uint8, -100 would be 156."""
+    logits, each = torch.randn(3, 200), CrossEntropy(given, labels="y")
+    found, expected = ({"y": torch.tensor([0, 156, 199], dtype=kind)} for kind in (torch.uint8, torch.int64))
+    assert torch.equal(each(logits, found), each(logits, expected))
+    assert each.labelled(found).all()
+
+
 def test_which_examples_have_a_label():
     labels = torch.tensor([[1, 2, -100], [3, -100, -100], [-100, -100, -100]])
     batch = {"labels": labels}
@@ -262,6 +270,7 @@ def first_labels(batch):
     [
         (lambda: CrossEntropy(given, labels="y")(BEFORE, BATCH), "labels 'y' is not in the batch; found keys"),
         (lambda: CrossEntropy(given, labels=first_labels)(BEFORE, BATCH), r"labels must be integers of shape \(3, 5\)"),
+        (lambda: CrossEntropy(given, labels=lambda b: 0.7 * b["labels"])(BEFORE, BATCH), r"labels must be integers .*float32"),
         (lambda: CrossEntropy(given, labels=first_labels, shift=True)(BEFORE[:, 0], BATCH), r"shift=True is for logits of tokens, .* found \(3, 7\)"),
         (lambda: Distillation(given)(NOW[..., :6], BATCH, BEFORE), "stored for 7 classes, and the model has 6"),
         (lambda: FEW(NOW[..., :3], BATCH, FEW.outputs(BEFORE, BATCH)), "stored for at least . classes, and the model has 3"),

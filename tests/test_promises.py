@@ -339,6 +339,41 @@ def test_what_is_frozen_holds_its_promise_and_stays_where_it_is():
     assert not keeper.rows.G.any()
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("since", [2, 4])
+def test_no_optimizer_moves_what_is_frozen(since, order):
+    """By momentum and decay, whichever of two optimizers steps first, also if it was frozen before."""
+    model, optimizer, data = perceptron(), partial(torch.optim.SGD, lr=0.1, momentum=0.9), rival(task(1))
+    optimizers = [optimizer(part.parameters(), weight_decay=0.1) for part in (model[0], model[2])][::order]
+    for step in range(6):
+        for one in optimizers:
+            one.zero_grad(set_to_none=False)
+        if step == since:
+            model[2].requires_grad_(False)
+            before = flat(model[2])
+        if step == 2:
+            keeper = Keeper(model, optimizers, EACH)
+            keeper.keep([task(1)])
+        loss(model, data).backward()
+        for one in optimizers:
+            one.step()
+    assert torch.equal(flat(model[2]), before)
+
+
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+def test_a_promise_that_no_step_would_break_moves_nothing(on):
+    """Not by weight decay or momentum either, of weights that the training would leave alone."""
+    heads = torch.nn.ModuleList([torch.nn.Linear(6, 3).double(), torch.nn.Linear(6, 3).double()])
+    _, optimizer, keeper = models.begin(
+        lambda m, b: EACH(m[0], b), [task(1)], model=heads, make=torch.optim.AdamW, on=on
+    )
+    before = flat(heads[0])
+    for _ in range(3):
+        models.take(heads[1], optimizer, task(2))
+    assert torch.equal(flat(heads[0]), before)
+    assert keeper.report()[0].steps == 3
+
+
 def test_rows_are_the_means_of_drawn_examples():
     model, optimizer, keeper, batch = begin(loss, task(7, 6), examples=5)
     same, random = copy.deepcopy(keeper.sets), torch.Generator()

@@ -362,6 +362,13 @@ def test_columns_that_the_model_does_not_take_are_left_out_as_in_training():
     for removes, left in ((True, {"input_ids", "labels"}), (False, {"input_ids", "extra"})):
         data, _ = examples(model, None, loader, removes=removes).of([{"input_ids": [2, 3], "extra": 1}])
         assert data[0].get(TEXT, data[0]).keys() == left
+    odd = [{"input_ids": [2, 3]}, {"input_ids": [2, 3], "labels": [-100, 3]}]
+    for data, text in (
+        (odd, "input_ids in the first one, and input_ids, labels in number 1"),
+        (odd[::-1], "labels"),
+    ):
+        with pytest.raises(ValueError, match=f"the same columns in all examples; found .*{text}"):
+            examples(model, None, loader).of(data)
 
 
 @pytest.fixture

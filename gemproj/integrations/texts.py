@@ -86,8 +86,14 @@ class Examples:
         if not keys:
             return data, None
         if keys & self.columns:  # otherwise the collator makes what the model takes
-            data = [{key: one[key] for key in keys if key in self.columns} for one in data]
+            data = [{key: value for key, value in one.items() if key in self.columns} for one in data]
             keys = data[0].keys()
+            odd = next((k for k, one in enumerate(data) if one.keys() != keys), None)
+            if odd is not None:
+                raise ValueError(
+                    f"data must have the same columns in all examples; found {', '.join(keys)} in the first "
+                    f"one, and {', '.join(data[odd]) or 'none'} in number {odd}."
+                )
         own = {"input_ids"} if self.labelled else {"input_ids", "labels"}  # the collator may make labels
         if own <= keys <= _TOKENS and {np.ndim(one) for one in data[0].values()} == {1}:
             if self.encodes and "labels" not in keys:

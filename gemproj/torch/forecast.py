@@ -140,6 +140,9 @@ class Forecast:
         """Return what is known about the rows, by name."""
         return {"names": list(self.names), "known": self.known.cpu()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state returned by `state_dict`."""
-        self.names, self.known = list(state["names"]), state["known"].clone()
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Forecast:
+        """Return the forecast of a state."""
+        found = cls()
+        found.names, found.known = list(state["names"]), state["known"].clone()
+        return found

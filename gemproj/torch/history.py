@@ -159,13 +159,13 @@ class Line:
         Name of the set.
     examples : int
         Number of kept examples.
-    stored : float
-        Loss of all examples when they were kept.
-    now, worst : float
-        Loss of the drawn examples at the last step, and the largest loss of all steps; forecasts between
-        looks.
+    stored, now : float
+        Loss of all examples when they were kept, and now. If some are held out, or if the examples cannot be
+        evaluated, `now` is the loss of those drawn at the last step.
+    worst : float
+        The largest loss of the drawn examples at all steps, a forecast between looks, and `now`.
     bound : float
-        Largest loss that the promise allows the drawn examples of the last step; NaN without a tolerance.
+        Largest loss that the promise allows the examples of `now`; NaN without a tolerance.
     steps : int
         Number of steps under the promise.
     would_break, broke : float
@@ -187,11 +187,11 @@ class Line:
         about 50 examples the interval of a skewed divergence covers less, 83 % with 12.
     held_bound : float
         Largest loss of the held-out examples that the promise allows.
-    kept : bool
-        Whether the promise is kept: by the held-out examples, if there are any, else by the last step; if the
-        loss is held equal, or is a mean over a batch, which is not that of other batches, whether no step
-        broke it. Without a tolerance, a held-out loss may differ from its stored value by less than its
-        interval. Not kept if weights have changed in steps that were not seen.
+    kept : bool or None
+        Whether the promise is kept now by the held-out examples, if there are any, else by all that are kept.
+        Without a tolerance, the mean loss of at least ten examples may differ from its stored value by less
+        than its 95 % interval. None if this is not known: another adapter is active, or a copy of the keeper
+        has no model.
     """
 
     name: Any
@@ -209,7 +209,7 @@ class Line:
     held: int = 0
     held_out: tuple[float, float, float] | None = None
     held_bound: float = math.nan
-    kept: bool = True
+    kept: bool | None = None
 
 
 class History:
@@ -279,11 +279,13 @@ class History:
         self.count()
         return {"steps": self.steps, "lines": [asdict(line) for line in self.lines.values()]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state returned by `state_dict`."""
-        self.__init__()  # type: ignore[misc]
-        self.steps = state["steps"]
-        self.lines = {line["name"]: Line(**line) for line in state["lines"]}
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> History:
+        """Return the history of a state."""
+        found = cls()
+        found.steps = state["steps"]
+        found.lines = {line["name"]: Line(**line) for line in state["lines"]}
+        return found
 
     def count(self) -> None:
         """Add the pending steps to the totals; they are about the same rows."""
@@ -302,7 +304,7 @@ class History:
         if pending[0].excess is not None:
             excess = np.stack([to_numpy(step.excess) for step in pending])
         raised = np.where(sol.lower < 0.0, np.abs(cosines), -cosines)  # of an equality, moved
-        broken = np.where(np.isnan(excess), raised > noise, excess > _LOSSES * (1.0 + np.abs(losses)))
+        fine = np.where(np.isnan(excess), raised <= noise, excess <= _LOSSES * (1.0 + np.abs(losses)))
         since = self._since
         since["steps"] += len(pending)
         since["keep/violations"] += float(violated.sum())
@@ -319,7 +321,7 @@ class History:
             line.excess = float(np.fmax(line.excess, excess[:, k].max()))
             line.steps += len(pending)
             line.would_break += float(violated[:, k].sum())
-            line.broke += float(broken[:, k].sum())
+            line.broke += float((~fine[:, k]).sum())
             line.multiplier += float(np.nan_to_num(lam[:, k]).sum())
             line.looks += sum(step.ages[k] == 0 for step in pending)
             found = zip(numbers, losses[:, k].tolist(), (losses - excess)[:, k].tolist(), strict=True)
@@ -330,8 +332,10 @@ class History:
                 points[:] = [point for point in points if point[0] % self._every == 0]
 
 
-# Relative excess of a loss that is a rounding error.
-_LOSSES = 1e-6
+# Relative excess of a loss that is a rounding error, and share of a tolerance that a report does not print.
+_LOSSES, _PRINTED = 1e-6, 1e-4
+# With fewer examples, the interval of a mean says little.
+_FEW = 10
 
 
 def _batch(solutions: Sequence[DualSolution | Unread]) -> DualSolution:
@@ -348,7 +352,7 @@ class Report(dict[Any, Line]):
     Attributes
     ----------
     kept : bool
-        Whether there are promises, and all are kept, see `Line`.
+        Whether there are promises, and all are known to be kept, see `Line`.
     """
 
     @property
@@ -375,7 +379,7 @@ class Report(dict[Any, Line]):
         cells = [[_cell(getattr(line, name), name) for name in names] for line in self.values()]
         first, *widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
         table = ["  ".join([a.ljust(first), *map(str.rjust, more, widths)]) for a, *more in [heads, *cells]]
-        said = [_said(line) for line in self.values() if line.held]
+        said = [_said(line) for line in self.values() if line.held or line.kept is None]
         bounded = any(line.bound == line.bound for line in self.values())
         if bounded and not any(line.held for line in self.values()):
             said = ["No verdict on unseen examples: hold_out=0.2, where they are kept, holds out a fifth."]
@@ -408,44 +412,44 @@ class Report(dict[Any, Line]):
         return ax
 
 
-def make_report(
-    history: History, sets: Mapping[Any, Any], held_out: Mapping[Any, Any], bypassed: bool = False
-) -> Report:
-    """Return the report on kept sets, with their held-out losses; `bypassed` if steps were not seen."""
+def make_report(history: History, sets: Mapping[Any, Any], scores: Mapping[Any, Any]) -> Report:
+    """Return the report on kept sets; `scores` has what `scored` found for those that can be evaluated."""
     points, lines = history.points(), []
     for name, kept in sets.items():
         line = replace(history.lines.get(name, Line(name)))
         for field in "would_break", "broke", "multiplier":  # sums in `History`, means in a `Report`
             setattr(line, field, getattr(line, field) / max(line.steps, 1))
         lines.append(line)
-        allowed = kept.promise.allowed or 0.0
-        bound, low, high = line.stored + allowed, line.now, line.now  # of the examples of the last step
         line.examples, line.stored = len(kept), float(kept.losses.mean())
-        line.held = len(kept.held or ())  # also of other adapters, which are not evaluated
-        if name in held_out:
-            *found, line.held_bound = held_out[name]  # of all processes
-            line.held_out, bound = tuple(found), line.held_bound
-            # A tolerance is that of the mean; the interval of one example is infinite.
-            plain = kept.promise.allowed is not None or line.held == 1
-            low, high = found[:1] * 2 if plain else found[1:]
-        # False for NaN; without any step, nothing has changed.
-        within = low <= bound + _LOSSES * (1.0 + abs(bound))
-        if kept.means or (kept.promise.equal and line.held_out is None):
-            within = line.broke == 0.0 and math.isfinite(low)
-        elif kept.promise.equal:
-            within = within and high >= bound - _LOSSES * (1.0 + abs(bound))
-        if line.held_out is None and (line.held or bypassed):  # the last step tells nothing of what is asked
-            within = False
-        line.kept = within or not (line.steps or line.held or bypassed)
+        line.held = len(kept.held or ())
+        if name in scores:
+            _judge(line, kept.promise, *scores[name])
     return Report(lines, points)
 
 
+def _judge(line: Line, promise: Any, mean: float, low: float, high: float, most: float) -> None:
+    """Set the verdict on a promise by the loss of the held-out examples, else of all."""
+    allowed = promise.allowed
+    if line.held:
+        line.held_out, line.held_bound = (mean, low, high), most
+    else:
+        line.now, line.worst = mean, float(np.fmax(line.worst, mean))
+        if allowed is not None:
+            line.bound, line.excess = most, float(np.fmax(line.excess, mean - most))
+    if allowed is not None or (line.held or line.examples) < _FEW:  # a tolerance is that of the mean
+        low = high = mean
+    slack = _LOSSES * (1.0 + abs(most)) + _PRINTED * (allowed or 0.0)
+    # False for NaN.
+    line.kept = low <= most + slack and (not promise.equal or high >= most - slack)
+
+
 def _said(line: Line) -> str:
-    found = "not known, as another adapter is active, or the keeper has no model"
-    if line.held_out is not None:
-        mean, low, high = line.held_out
-        found = f"{mean:.4g} [{low:.4g}, {high:.4g}] of {line.held_bound:.4g}"
-    return f"{line.name}, {line.held} held out: {found}: {'kept' if line.kept else 'not kept'}"
+    name = f"{line.name}, {line.held} held out" if line.held else line.name
+    if line.kept is None:
+        return f"{name}: not known, as another adapter is active, or the keeper has no model: not kept"
+    mean, low, high = line.held_out or (math.nan,) * 3
+    found = f"{mean:.4g} [{low:.4g}, {high:.4g}] of {line.held_bound:.4g}"
+    return f"{name}: {found}: {'kept' if line.kept else 'not kept'}"
 
 
 def _cell(value: Any, name: str) -> str:

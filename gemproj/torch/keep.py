@@ -87,8 +87,9 @@ def examine(
                 "microbatch=1, or use all examples in every step: examples=None."
             )
 
-    kept.losses, means = _losses(model, vector, kept, microbatch, look)
-    kept.means = topology.least(-means) < 0  # of any process
+    kept.losses, means, batches = _losses(model, vector, kept, microbatch, look)
+    if topology.least(-means) < 0:  # of any process
+        kept.batches = batches
     # After all passes, because only then can sharded processes report an error to each other.
     with topology.agreement({}):
         if means and (apart or promise.allowed is not None):
@@ -109,46 +110,49 @@ def examine(
 def scored(
     model: nn.Module, vector: ParameterVector, kept: KeptSet, loss: Loss, microbatch: int | None
 ) -> tuple[float, float, float, float]:
-    """Return the mean loss of all examples of a set now, a 95 % interval of it, and their loss when kept.
+    """Return the mean loss of all examples of a set now, a 95 % interval of it, and its bound.
 
-    The unit is the example: the interval is that of the mean of differences from the losses when kept, by
-    Student's distribution. On several processes, all of them must call this function.
+    Losses are computed as they were when kept. The unit is the example: the interval is that of the mean of
+    differences from the losses when kept, by Student's distribution. On several processes, all of them must
+    call this function.
     """
 
     def look(at: list[int], weight: int, first: bool) -> Tensor:
         batch, outputs = kept.fetch(at, vector.device)
         return call_loss(loss, model, batch, len(at), outputs)
 
-    (losses, _), topology = _losses(model, vector, kept, microbatch, look), vector.topology
+    (losses, *_), topology = _losses(model, vector, kept, microbatch, look), vector.topology
     rise = losses - kept.losses
     sums = torch.stack([torch.ones_like(rise).sum(), rise.sum(), rise.square().sum(), kept.losses.sum()])
     sums = topology.sum(sums.to(vector.device, wide_dtype(torch, vector.device)))
     n, first, second, before = sums.tolist()
     mean, spread = (before + first) / n, max(second / n - (first / n) ** 2, 0.0)
     half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf
-    return mean, mean - half, mean + half, before / n
+    return mean, mean - half, mean + half, before / n + (kept.promise.allowed or 0.0)
 
 
 def _losses(
     model: nn.Module, vector: ParameterVector, kept: KeptSet, microbatch: int | None, look: Any
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, int, list[tuple[list[int], int]]]:
     """Return the loss of each example, from calls of `look` with as many examples at a time as in a step.
 
-    If a loss is a mean, it stands for all of its examples, whose number is returned, too; else zero.
+    If a loss is a mean, it stands for all of its examples, whose number is returned, too; else zero. The
+    batches are the last result.
     """
     topology, losses, means = vector.topology, torch.zeros_like(kept.losses), 0
     _, (most,) = topology.plan([len(kept)])
     size = microbatch or kept.promise.examples or most  # the same on all processes, which make as many passes
     try:
         with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
-            for k, (at, weight) in enumerate(passes(list(range(len(kept))), size, most)):
+            batches = kept.batches or passes(list(range(len(kept))), size, most)
+            for k, (at, weight) in enumerate(batches):
                 value = look(at, weight, k == 0).detach().cpu().double()
                 losses[at[:weight]] = value[:weight] if value.ndim else value
                 means = means or (0 if value.ndim else len(at))
     finally:
         if topology.collective:
             reshard(model)
-    return losses, means
+    return losses, means, batches
 
 
 def _student(freedom: float) -> float:

@@ -183,8 +183,6 @@ class KeeperBase:
         self.sets[name] = kept
         self._forecast.forget(name)
         self._training.change()
-        if known is None and len(self.sets) == 1:
-            self._training.note_weights()
 
     def forget(self, name: Hashable) -> None:
         """Drop a set: its promise ends."""
@@ -199,42 +197,32 @@ class KeeperBase:
     def report(self) -> Report:
         """Return a report on each promise; it prints as a table, and its ``plot()`` draws the losses.
 
-        Held-out examples are evaluated now, in a forward pass; on several processes, all of them must call
-        it.
+        Each promise is judged by its held-out examples or, if it has none, by all of its examples. They are
+        evaluated now, as they were when they were kept, in forward passes; on several processes, all of them
+        must call it.
         """
-        bypassed = self._training is None or self._training.is_bypassed()
-        bypassed = bypassed and any(kept.held is None for kept in self.sets.values())
-        if bypassed:
-            why = "This keeper has no model, as a copy or before a training"
-            if self._training is not None:
-                why = "The weights have changed in steps that the keeper did not see"
-            warn(
-                f"{why}: without held-out examples no promise counts as kept. Make the keeper with the "
-                "optimizer that trains, and remove it afterwards."
-            )
-        return make_report(self.history, self.sets, self._scored(), bypassed)
+        return make_report(self.history, self.sets, self._scored(everything=True))
 
-    def _scored(self) -> dict[Hashable, tuple[float, float, float, float]]:
-        """Return the loss of the held-out examples of each set now, the ends of its interval, and its bound.
+    def _scored(self, everything: bool = False) -> dict[Hashable, tuple[float, float, float, float]]:
+        """Return what `scored` finds for the held-out examples of each set, or for all if it has none.
 
-        Sets that were kept with other adapters than those that are active are left out.
+        Sets that were kept with other adapters than those that are active are left out, and without
+        `everything` sets that have no held-out examples.
         """
         if self._training is None:
             return {}
         active = self._training.active()
-        apart = {name: kept.held for name, kept in active.items() if kept.held is not None}
-        if not apart:
+        judged = {name: kept.held or kept for name, kept in active.items() if everything or kept.held}
+        if not judged:
             return {}
         inner, _ = unwrapped(self._training.model)
         # A model that is frozen after its training has no vector any more.
         frozen = not any(p.requires_grad for p in inner.parameters())
         vector = self._training.rows.vector if frozen else self._training.vector()
-        found = {}
-        for name, held in apart.items():
-            loss = self._wrapped(held.promise.loss)
-            mean, low, high, before = scored(inner, vector, held, loss, self._microbatch)
-            found[name] = mean, low, high, before + (held.promise.allowed or 0.0)
-        return found
+        return {
+            name: scored(inner, vector, kept, self._wrapped(kept.promise.loss), self._microbatch)
+            for name, kept in judged.items()
+        }
 
     def logs(self) -> dict[str, float]:
         """Return statistics of the steps since the last call, for logging; see `History.means`."""
@@ -306,6 +294,8 @@ class KeeperBase:
             sets[name] = KeptSet.from_state_dict(one, promise, collate)
         random = torch.Generator()
         random.set_state(state["random"].cpu())
+        history = History.from_state_dict(state["history"])
+        forecast = Forecast.from_state_dict(state["forecast"])
         dropped = [name for name in self.sets if name not in sets]
         if dropped:
             warn(
@@ -317,12 +307,9 @@ class KeeperBase:
                 f"The state was saved by one of {state['processes']} processes, and {self._world()} train "
                 "now: it lacks the examples that the other processes kept."
             )
-        self.sets, self._random = sets, random
-        self.history.load_state_dict(state["history"])
-        self._forecast.load_state_dict(state["forecast"])
+        self.sets, self._random, self.history, self._forecast = sets, random, history, forecast
         if self._training is not None:
             self._training.change()
-            self._training.note_weights(known=False)
             self._training.rows.clear()  # they may be of other sets
             self._training.warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}
 

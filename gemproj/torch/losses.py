@@ -73,8 +73,13 @@ def _field_of(batch: Batch, field: Field, name: str) -> Any:
 
 def labelled_rows(labels: Tensor) -> Tensor:
     """Return whether any label of each example counts, shape (n,)."""
-    counts = labels != _IGNORED
+    counts = _counting(labels)
     return counts.flatten(1).any(1) if labels.ndim > 1 else counts
+
+
+def _counting(labels: Tensor) -> Tensor:
+    """Return which labels are not ignored; in uint8, -100 would be class 156."""
+    return (labels if labels.is_signed() else labels.long()) != _IGNORED
 
 
 class CrossEntropy:
@@ -130,11 +135,12 @@ class CrossEntropy:
                 "model and batch."
             )
         labels = _field_of(batch, self._labels, "labels")
-        if labels.shape != logits.shape[:-1]:
+        if labels.shape != logits.shape[:-1] or labels.is_floating_point():
             raise ValueError(
                 f"labels must be integers of shape {tuple(logits.shape[:-1])}, to match logits (n, ..., "
-                f"classes) of shape {tuple(logits.shape)}; found {tuple(labels.shape)}. If classes are in "
-                "another dimension, or do not exclude each other, pass logits= or your own loss."
+                f"classes) of shape {tuple(logits.shape)}; found {tuple(labels.shape)}, {labels.dtype}. If "
+                "classes are in another dimension, or do not exclude each other, pass logits= or a loss of "
+                "your own."
             )
         examples = _examples_of(batch, labels.shape)
         if self._shift and labels.ndim < 2:
@@ -146,7 +152,7 @@ class CrossEntropy:
             labels[:, -1] = _IGNORED
             if examples is not None:  # no example predicts the first label of another
                 labels[:, :-1].masked_fill_(examples.diff(dim=1) != 0, _IGNORED)
-        flat, target, counts = logits.flatten(0, -2), labels.flatten().long(), labels != _IGNORED
+        flat, target, counts = logits.flatten(0, -2), labels.flatten().long(), _counting(labels)
         if flat.shape[-1] > _MANY:  # without a copy of the logits
             classes = target.masked_fill(target == _IGNORED, 0)
             values = -chosen(flat, None, classes[:, None], 1.0)
@@ -319,7 +325,7 @@ class Distillation:
         examples = _examples_of(batch, shape)
         if field == _MASK and len(shape) > 1 and _has_encoder(model):
             # The attention mask is about the input, and the logits are about the output.
-            return _field_of(batch, "labels", "mask") != _IGNORED, examples
+            return _counting(_field_of(batch, "labels", "mask")), examples
         # In a sequence classifier, the mask is per token, but the logits are per sequence.
         if field != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = _field_of(batch, field, "mask")

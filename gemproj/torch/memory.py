@@ -14,7 +14,7 @@ from gemproj.torch.data import Batch, Collate, PerExample, check_alike, divided,
 from gemproj.torch.promise import Loss, Promise
 
 # What a state has of a set.
-_STORED = ("name", "examples", "outputs", "losses", "adapter", "own", "means", "listed", "queue")
+_STORED = ("name", "examples", "outputs", "losses", "adapter", "own", "batches", "listed", "queue")
 
 
 @dataclass(repr=False)
@@ -37,8 +37,9 @@ class KeptSet:
         The adapters of peft that were active.
     own : bool
         Whether the promise is the set's own, not the keeper's.
-    means : bool
-        Whether the loss is a mean over the examples of a batch.
+    batches : list of (list of int, int)
+        For a loss that is a mean over the examples of a batch, the batches in which it was computed, each
+        with the number of its examples that count, because other batches have other means; else empty.
     listed : bool
         Whether the loss takes a list of outputs, not a batch of them.
     queue : list of int
@@ -55,7 +56,7 @@ class KeptSet:
     losses: Tensor
     adapter: str = ""
     own: bool = False
-    means: bool = False
+    batches: list[tuple[list[int], int]] = field(default_factory=list)
     listed: bool = False
     queue: list[int] = field(default_factory=list)
     held: KeptSet | None = None
@@ -84,12 +85,19 @@ class KeptSet:
             examples=self.examples + more.examples,
             outputs=self.outputs + more.outputs,
             losses=torch.cat([self.losses, more.losses]),
-            means=self.means or more.means,
+            batches=self._batches_with(more),
             held=apart and replace(apart, promise=more.promise),
         )
         whole.check_outputs()
         whole.check()
         return whole
+
+    def _batches_with(self, more: KeptSet) -> list[tuple[list[int], int]]:
+        """Return the batches of both sets; a single example has a loss of its own."""
+        if not (self.batches or more.batches):
+            return []
+        both = [one.batches or [([k], 1) for k in range(len(one))] for one in (self, more)]
+        return both[0] + [([len(self) + k for k in at], weight) for at, weight in both[1]]
 
     def check(self) -> None:
         """Raise unless a batch can be made of any examples, as far as that can be seen."""

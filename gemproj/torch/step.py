@@ -246,6 +246,11 @@ class ProjectedStep:
         """Get the rows, and copy the parameters."""
         start = time.perf_counter()
         self._rows, self._moving = None, []
+        if self._training.keeper.project:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if not p.requires_grad:  # an optimizer moves what has a gradient, also if it is frozen
+                        p.grad = None
         self._rows = self._training.look(self)
         if self._rows is not None:
             torch._foreach_copy_(self._vector.before.parts, self._vector.local())
@@ -266,17 +271,18 @@ class ProjectedStep:
             return
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         self._groups = [groups.get(id(p)) for p in vector.parameters]
-        held, self._solution = [group is not None for group in self._groups], None
+        held = [group is not None for group in self._groups]
+        self._solution, changed = None, False
         if any(p.grad is not None for p in vector.parameters):
             try:
                 if keeper.on == "step" or self._training.is_first_part:
                     self._check_finite(rows)
                 if keeper.on != "step":
-                    self._solution, _ = self._solve("gradient", rows, vector.read_gradient(), held)
+                    self._solution, changed = self._solve("gradient", rows, vector.read_gradient(), held)
             except ValueError as error:
                 if keeper.project:
                     self._refuse(error)
-        if self._solution is not None and keeper.project:
+        if changed:
             vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
         self._clip()
         self._moving = self._moves()

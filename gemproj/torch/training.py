@@ -52,8 +52,6 @@ class Training:
 
     def remove(self) -> None:
         """Detach from the optimizers."""
-        if self.steps and self._begun:
-            self.note_weights()
         for one in [*self._handles, *self.steps]:
             one.remove()
         self._handles, self.steps = [], []
@@ -110,7 +108,6 @@ class Training:
             )
         self.rows, self.warm = Rows(vector), {}
         self.change()
-        self.note_weights()
         self._known = self._parameters()
         for step in self.steps:
             step.use(vector)
@@ -130,20 +127,6 @@ class Training:
     def change(self) -> None:
         """Have the next step compute all rows, because sets were kept, dropped or loaded."""
         self._changed = True
-
-    def note_weights(self, known: bool = True) -> None:
-        """Remember the weights, to notice unseen steps; they are not known if they may be loaded later."""
-        self._sums = self._sum_weights() if known else None
-
-    def is_bypassed(self) -> bool:
-        """Return whether weights have changed before the first step, or after the last one was seen."""
-        return not (self._begun and self.steps) and self._sums not in (None, self._sum_weights())
-
-    def _sum_weights(self) -> list[int]:
-        """Return the sum of the bits of each parameter, which is exact; none of gathered ones."""
-        vector, kinds = self.rows.vector, {2: torch.int16, 4: torch.int32, 8: torch.int64}
-        shards = [] if vector.topology.collective else vector.local()
-        return [int(p.detach().view(kinds[p.element_size()]).sum(dtype=torch.int64)) for p in shards]
 
     def look_again(self) -> None:
         """Have the next step compute all rows, unless another process may not know of it."""
@@ -167,10 +150,6 @@ class Training:
         self._stepped.clear()
         if self._parameters() != self._known:
             self._renew()
-            for group in step.optimizer.param_groups if keeper.project else ():
-                for p in group["params"]:
-                    if not p.requires_grad:  # an optimizer moves what has a gradient, also if it is frozen
-                        p.grad = None
         if self._begun == 0:
             self._begin()
         if self._begun in keeper._soon and keeper.project:
