@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.data import PerExample, moved
-from gemproj.torch.losses import model_logits
+from gemproj.torch.losses import Distillation, model_logits
 
 from ..common.metrics import spread
 from ..common.origin import origin
@@ -102,7 +102,9 @@ class Run:
 
             reduce_intruder_dimension(model, logging_sink=None)
         about = origin(texts=self.prepared.stem)  # of this model
-        return found | measured(model, data, self.skill) | {"about": about}
+        before = fresh(self.model, form.layers, self.device)
+        whole = {"all_words": all_words(model, before, data.apart)}
+        return found | measured(model, data, self.skill) | whole | {"about": about}
 
 
 @lru_cache(maxsize=1)
@@ -296,6 +298,16 @@ def _right(model: Any, batch: dict[str, Tensor], first: Tensor) -> int:
     at = (batch["labels"] != -100).int().argmax(1)
     said = model_logits(model, batch)[torch.arange(len(at)), at - 1]
     return int((first[said[:, first].argmax(1)] == batch["labels"][torch.arange(len(at)), at]).sum())
+
+
+@torch.inference_mode()
+def all_words(model: Any, before: Any, examples: Sequence[Example]) -> float:
+    """Return the mean divergence of the model from the one before, over all words of the vocabulary."""
+    model.eval()
+    before.eval()
+    loss = Distillation(top=before.config.vocab_size, dtype=torch.float32)
+    batches = in_batches(examples, model.device, 4)  # their outputs are large
+    return mean(one for batch in batches for one in loss(model, batch, loss.outputs(before, batch)).tolist())
 
 
 @torch.inference_mode()
