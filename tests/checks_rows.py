@@ -354,3 +354,15 @@ def held_out_examples_are_those_of_all_processes():
     assert len(every) == 12
     assert low <= mean <= high < low + 1e-9  # nothing has moved
     assert abs(mean - float(every.mean())) < 1e-12
+
+
+@check(2)
+def a_mean_has_the_same_verdict_everywhere():
+    """Processes have kept different numbers of examples, in another number of batches."""
+    _, optimizer, keeper, batch = sharded()
+    for n, each in ((8, 1), (10, 4)):
+        keeper.keep([share(task(n, n), [3, n - 3])], Promise(loss, examples=each), name="joined")
+    assert keeper.report()["joined"].kept
+    take(keeper._training.model, optimizer, batch)
+    line = keeper.report()["joined"]
+    assert gathered([line.stored, line.now, line.kept]) == [[line.stored, line.now, line.kept]] * 2

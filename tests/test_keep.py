@@ -683,6 +683,18 @@ def test_the_verdict_is_about_the_weights_as_they_are(function, removed):
     assert not keeper.report().kept
 
 
+def test_a_report_leaves_nothing_in_inference_mode():
+    """A model may keep a tensor from a forward pass for those of training."""
+    model = perceptron()
+    scale = model.register_forward_pre_hook(lambda _, x: setattr(model, "scale", x[0].new_ones(1)))
+    _, optimizer, keeper = begin(EACH, [task(1)], model=model)
+    with torch.inference_mode():
+        assert keeper.report().kept
+    assert not model.scale.is_inference()
+    scale.remove()
+    take(model, optimizer, rival(task(1)))
+
+
 def test_the_verdict_does_not_believe_a_forecast():
     model, optimizer, keeper = begin(EACH, [task(1)], look=50, tolerance=0.01, make=lambda p: sgd(p, 0.5))
     for _ in range(30):
@@ -694,12 +706,16 @@ def test_the_verdict_does_not_believe_a_forecast():
 
 
 @pytest.mark.parametrize(("times", "kept"), [(1, False), (2, False), (3, True)])
-def test_only_the_mean_of_enough_examples_has_room_without_a_tolerance(times, kept):
+def test_only_the_mean_of_enough_held_out_examples_has_room_without_a_tolerance(times, kept):
     """The rises of these losses are 3, -1, 1 and -1, so their mean is less than its interval above zero."""
     inputs = torch.tensor([3.0, -1.0, 1.0, -1.0], dtype=torch.float64).repeat(times)[:, None]
     model = torch.nn.Linear(1, 1).double()
     keeper = Keeper(model, sgd(model.parameters()), lambda model, x: model(x)[:, 0])
-    keeper.keep([inputs])
+    keeper.keep([inputs], name="all")
+    keeper.keep([inputs], name="held out")
+    keeper.sets["held out"].held = keeper.sets["held out"]
     with torch.no_grad():
         model.weight += 1.0
-    assert keeper.report().kept is kept
+    report = keeper.report()
+    assert report["held out"].kept is kept
+    assert not report["all"].kept

@@ -114,6 +114,21 @@ def test_after_training_batches_go_where_the_module_is(monkeypatch, tmp_path):
     assert driver.keeper.sets[0].losses.device.type == "cpu"
 
 
+def test_losses_of_kept_examples_are_not_logged(tmp_path):
+    """After training, Lightning could not log them."""
+
+    def logging(model, batch):
+        driver.module.log("of a module", 1.0)
+        return EACH(model, batch)
+
+    driver = Lightning(tmp_path, logging)
+    driver.train(batches(0))
+    driver.keep(batches(0))
+    driver.train(batches(1))
+    assert driver.keeper.report()[0].steps == 3
+    assert "of a module" not in driver.now.logged_metrics
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # inside of Lightning
 def test_a_checkpoint_that_is_evaluated_leaves_the_sets_alone(tmp_path):
     driver = Lightning(tmp_path)

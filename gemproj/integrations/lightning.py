@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -172,10 +173,23 @@ class KeeperCallback(CallbackBase, Callback):
         assert self._trainer is not None
         learner, precision = self._trainer.lightning_module, self._trainer.precision_plugin
         device = next(module.parameters()).device  # after `fit`, Lightning moves modules to the CPU
-        with precision.forward_context():
+        with precision.forward_context(), _silent(learner):
             # Hooks of the module or its data module may change their input in place.
             given = precision.convert_input(batch)
             batch = map_nested(lambda a: a.clone() if isinstance(a, torch.Tensor) else a, given)
             batch = learner._on_before_batch_transfer(batch, 0)
             batch = learner._apply_batch_transfer_handler(batch, device, 0)
             return function(module, batch, *outputs)
+
+
+@contextmanager
+def _silent(module: Any) -> Iterator[None]:
+    """Have a module log nothing: losses of kept examples are none of its metrics."""
+    names = ("log", "log_dict")
+    for name in names:
+        vars(module)[name] = lambda *args, **options: None
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]

@@ -256,7 +256,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         return {
             f"keep/{name}/{key}": number
             for name, found in self._scored().items()
-            for key, number in zip(_HELD, found, strict=True)
+            for key, number in zip(_HELD, found, strict=False)
         }
 
     def _come_first(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
@@ -16,6 +16,9 @@ from gemproj._arrays import from_numpy, namespace, to_numpy
 from gemproj._bounds import Bounds
 from gemproj._solution import DualSolution, Unread
 from gemproj._tspace import Gram
+from gemproj.torch.keep import Score
+from gemproj.torch.memory import KeptSet
+from gemproj.torch.promise import Promise
 
 # Maximum number of points of a plot. When it is reached, every second point goes, and half as many are added.
 _MOST_POINTS = 1000
@@ -189,9 +192,10 @@ class Line:
         Largest loss of the held-out examples that the promise allows.
     kept : bool or None
         Whether the promise is kept now by the held-out examples, if there are any, else by all that are kept.
-        Without a tolerance, the mean loss of at least ten examples may differ from its stored value by less
-        than its 95 % interval. None if this is not known: another adapter is active, or a copy of the keeper
-        has no model.
+        A ten-thousandth of a tolerance is not counted. Without a tolerance, the mean loss of at least ten
+        held-out examples may differ from its stored value by less than its 95 % interval; any other rise
+        (with `equal`, any other change) counts. None if this is not known: another adapter is active, or a
+        copy of the keeper has no model.
     """
 
     name: Any
@@ -371,7 +375,7 @@ class Report(dict[Any, Line]):
     def __repr__(self) -> str:
         if not self:
             return "No examples are kept: nothing is promised."
-        hidden = {"held", "held_out", "held_bound", "kept"}
+        hidden = {"held", "held_out", "held_bound"}
         if all(line.looks == line.steps for line in self.values()):
             hidden.add("looks")
         names = [field.name for field in fields(Line) if field.name not in hidden]
@@ -382,7 +386,7 @@ class Report(dict[Any, Line]):
         said = [_said(line) for line in self.values() if line.held or line.kept is None]
         bounded = any(line.bound == line.bound for line in self.values())
         if bounded and not any(line.held for line in self.values()):
-            said = ["No verdict on unseen examples: hold_out=0.2, where they are kept, holds out a fifth."]
+            said += ["No verdict on unseen examples: hold_out=0.2, where they are kept, holds out a fifth."]
         return "\n".join(table + said)
 
     def plot(self, ax: Any = None) -> Any:
@@ -412,8 +416,10 @@ class Report(dict[Any, Line]):
         return ax
 
 
-def make_report(history: History, sets: Mapping[Any, Any], scores: Mapping[Any, Any]) -> Report:
-    """Return the report on kept sets; `scores` has what `scored` found for those that can be evaluated."""
+def make_report(
+    history: History, sets: Mapping[Hashable, KeptSet], scores: Mapping[Hashable, Score]
+) -> Report:
+    """Return the report on kept sets, with scores of those that can be evaluated."""
     points, lines = history.points(), []
     for name, kept in sets.items():
         line = replace(history.lines.get(name, Line(name)))
@@ -423,21 +429,22 @@ def make_report(history: History, sets: Mapping[Any, Any], scores: Mapping[Any, 
         line.examples, line.stored = len(kept), float(kept.losses.mean())
         line.held = len(kept.held or ())
         if name in scores:
-            _judge(line, kept.promise, *scores[name])
+            _judge(line, kept.promise, scores[name])
     return Report(lines, points)
 
 
-def _judge(line: Line, promise: Any, mean: float, low: float, high: float, most: float) -> None:
+def _judge(line: Line, promise: Promise, score: Score) -> None:
     """Set the verdict on a promise by the loss of the held-out examples, else of all."""
-    allowed = promise.allowed
+    allowed, low, high, most = promise.allowed, score.low, score.high, score.bound
     if line.held:
-        line.held_out, line.held_bound = (mean, low, high), most
+        line.held_out, line.held_bound = score[:3], most
     else:
-        line.now, line.worst = mean, float(np.fmax(line.worst, mean))
+        line.stored, line.now, line.worst = score.stored, score.mean, float(np.fmax(line.worst, score.mean))
         if allowed is not None:
-            line.bound, line.excess = most, float(np.fmax(line.excess, mean - most))
-    if allowed is not None or (line.held or line.examples) < _FEW:  # a tolerance is that of the mean
-        low = high = mean
+            line.bound, line.excess = most, float(np.fmax(line.excess, score.mean - most))
+    # A tolerance is that of the mean, and examples that are not held out are no sample of others.
+    if allowed is not None or not line.held or score.n < _FEW:
+        low = high = score.mean
     slack = _LOSSES * (1.0 + abs(most)) + _PRINTED * (allowed or 0.0)
     # False for NaN.
     line.kept = low <= most + slack and (not promise.equal or high >= most - slack)
@@ -446,13 +453,15 @@ def _judge(line: Line, promise: Any, mean: float, low: float, high: float, most:
 def _said(line: Line) -> str:
     name = f"{line.name}, {line.held} held out" if line.held else line.name
     if line.kept is None:
-        return f"{name}: not known, as another adapter is active, or the keeper has no model: not kept"
+        return f"{name}: not known, as another adapter is active, or the keeper has no model"
     mean, low, high = line.held_out or (math.nan,) * 3
     found = f"{mean:.4g} [{low:.4g}, {high:.4g}] of {line.held_bound:.4g}"
     return f"{name}: {found}: {'kept' if line.kept else 'not kept'}"
 
 
 def _cell(value: Any, name: str) -> str:
+    if name == "kept":
+        return {True: "yes", False: "no", None: "?"}[value]
     if isinstance(value, float):
         if math.isnan(value):
             return "-"

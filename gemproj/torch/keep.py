@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +107,21 @@ def examine(
             _leave_out(kept, full, numbers)
 
 
+class Score(NamedTuple):
+    """The mean loss of n examples now, its 95 % interval, its bound, and the mean when they were kept."""
+
+    mean: float
+    low: float
+    high: float
+    bound: float
+    stored: float
+    n: int
+
+
 def scored(
     model: nn.Module, vector: ParameterVector, kept: KeptSet, loss: Loss, microbatch: int | None
-) -> tuple[float, float, float, float]:
-    """Return the mean loss of all examples of a set now, a 95 % interval of it, and its bound.
+) -> Score:
+    """Return the score of all examples of a set.
 
     Losses are computed as they were when kept. The unit is the example: the interval is that of the mean of
     differences from the losses when kept, by Student's distribution. On several processes, all of them must
@@ -128,7 +139,8 @@ def scored(
     n, first, second, before = sums.tolist()
     mean, spread = (before + first) / n, max(second / n - (first / n) ** 2, 0.0)
     half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf
-    return mean, mean - half, mean + half, before / n + (kept.promise.allowed or 0.0)
+    bound = before / n + (kept.promise.allowed or 0.0)
+    return Score(mean, mean - half, mean + half, bound, before / n, round(n))
 
 
 def _losses(
@@ -141,10 +153,12 @@ def _losses(
     """
     topology, losses, means = vector.topology, torch.zeros_like(kept.losses), 0
     _, (most,) = topology.plan([len(kept)])
-    size = microbatch or kept.promise.examples or most  # the same on all processes, which make as many passes
+    size = microbatch or kept.promise.examples or most
+    batches = kept.batches or passes(list(range(len(kept))), size, most)
+    _, (count,) = topology.plan([len(batches)])
+    batches = [*batches, *[(batches[0][0], 0)] * (count - len(batches))]  # processes make as many passes
     try:
         with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
-            batches = kept.batches or passes(list(range(len(kept))), size, most)
             for k, (at, weight) in enumerate(batches):
                 value = look(at, weight, k == 0).detach().cpu().double()
                 losses[at[:weight]] = value[:weight] if value.ndim else value
@@ -161,6 +175,11 @@ def _student(freedom: float) -> float:
         return (12.7062, 4.3027, 3.1824)[round(freedom) - 1]
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def trainable() -> AbstractContextManager[Any]:
+    """Return a context that leaves inference mode, because its tensors cannot be used in training."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager
@@ -215,7 +234,7 @@ def _leave_out(kept: KeptSet, some: list[int], numbers: list[int]) -> None:
         f"{', '.join(map(str, gone[:10]))}{', ...' if len(gone) > 10 else ''}. {_NO_LABEL}"
     )
     part = kept.part(some)
-    kept.examples, kept.losses, kept.outputs = part.examples, part.losses, part.outputs
+    kept.examples, kept.losses, kept.outputs, kept.batches = part.examples, part.losses, part.outputs, []
 
 
 def _check_collate(kept: KeptSet) -> None:

@@ -20,7 +20,7 @@ from gemproj.methods import AnyMethod, as_method
 from gemproj.torch.data import Collate, read
 from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
-from gemproj.torch.keep import examine, scored, undisturbed
+from gemproj.torch.keep import Score, examine, scored, trainable, undisturbed
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise, as_promise
 from gemproj.torch.rows import Rows, unwrapped
@@ -157,12 +157,9 @@ class KeeperBase:
         before = self._random.get_state()
         facts = {"option tolerance": chosen.allowed is not None, "option microbatch": self._microbatch}
         facts["option examples"] = chosen.examples
-        inner, loss = unwrapped(self._training.model)[0], self._wrapped(chosen.loss)
-        if chosen.allowed is None and not hasattr(chosen.loss, "outputs"):
-            inner = getattr(inner, "_orig_mod", inner)  # a trial should not compile
+        inner, loss = _evaluated(unwrapped(self._training.model)[0], chosen), self._wrapped(chosen.loss)
         try:
-            # Tensors that are made in inference mode cannot be used in training.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            with trainable():
                 with vector.topology.agreement(facts), undisturbed(data):
                     data, collate = self._prepared(data, collate)
                     examples, collate = read(data, collate, limit, self._random)
@@ -203,8 +200,8 @@ class KeeperBase:
         """
         return make_report(self.history, self.sets, self._scored(everything=True))
 
-    def _scored(self, everything: bool = False) -> dict[Hashable, tuple[float, float, float, float]]:
-        """Return what `scored` finds for the held-out examples of each set, or for all if it has none.
+    def _scored(self, everything: bool = False) -> dict[Hashable, Score]:
+        """Return the score of the held-out examples of each set, or of all if it has none.
 
         Sets that were kept with other adapters than those that are active are left out, and without
         `everything` sets that have no held-out examples.
@@ -219,10 +216,12 @@ class KeeperBase:
         # A model that is frozen after its training has no vector any more.
         frozen = not any(p.requires_grad for p in inner.parameters())
         vector = self._training.rows.vector if frozen else self._training.vector()
-        return {
-            name: scored(inner, vector, kept, self._wrapped(kept.promise.loss), self._microbatch)
-            for name, kept in judged.items()
-        }
+        found = {}
+        with trainable():
+            for name, kept in judged.items():
+                model, loss = _evaluated(inner, kept.promise), self._wrapped(kept.promise.loss)
+                found[name] = scored(model, vector, kept, loss, self._microbatch)
+        return found
 
     def logs(self) -> dict[str, float]:
         """Return statistics of the steps since the last call, for logging; see `History.means`."""
@@ -496,6 +495,12 @@ class CallbackBase(KeeperBase):
         self._checked(None, name, limit, hold_out)
         if data is not None:
             self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
+
+
+def _evaluated(model: torch.nn.Module, promise: Promise) -> torch.nn.Module:
+    """Return the model that says what is stored of examples; not a compiled one, unless it is compared."""
+    compares = promise.allowed is not None or hasattr(promise.loss, "outputs")
+    return model if compares else getattr(model, "_orig_mod", model)
 
 
 def _divided(kept: KeptSet, share: float, random: torch.Generator) -> KeptSet:

@@ -39,7 +39,8 @@ class KeptSet:
         Whether the promise is the set's own, not the keeper's.
     batches : list of (list of int, int)
         For a loss that is a mean over the examples of a batch, the batches in which it was computed, each
-        with the number of its examples that count, because other batches have other means; else empty.
+        with the number of its examples that count, because other batches have other means; else empty. A
+        report evaluates these, whatever `microbatch` is then.
     listed : bool
         Whether the loss takes a list of outputs, not a batch of them.
     queue : list of int

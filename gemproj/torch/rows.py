@@ -298,18 +298,22 @@ def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = F
     """Set evaluation mode; at the end restore modes, random state and, with `gradients`, ``.grad``.
 
     Gradient checkpointing in layers of transformers stays active. Recurrent layers stay in training mode,
-    without dropout, because cuDNN has no gradients for them in evaluation mode.
+    without dropout, because cuDNN has no gradients for them in evaluation mode. Attention takes the same way
+    with and without gradients, which the fast path of torch does not.
     """
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
     changes = _changes(list(model.modules()))
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
+    fast = torch.backends.mha.get_fastpath_enabled()
     with forked(device), torch.enable_grad():
         try:
             for p, _ in kept:
                 p.grad = None
             _set(changes)
+            torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
             for p, gradient in kept:
                 p.grad = gradient
             _set(reversed(before))
