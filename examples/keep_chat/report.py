@@ -199,16 +199,19 @@ def front(records: Sequence[Record]) -> Figure:
             ax.plot(*list(zip(*points, strict=True))[:2], label=KINDS[kind], **look)
             for x, y, value in points:
                 if kind in ("promise", "outputs"):  # others would hide each other's labels
-                    # A point that is alone has its label on the left, away from the lines.
-                    side, at = ("left", (5, 5)) if len(points) > 1 else ("right", (-6, -4))
+                    # A point that is alone has its label on the left, away from the lines; weights have
+                    # theirs below, away from those of tolerances.
+                    side, at = ("left", (3, 5)) if kind == "promise" else ("right", (2, -12))
+                    side, at = (side, at) if len(points) > 1 else ("right", (-6, -4))
                     ax.annotate(
-                        f"{value:g}", (x, y), at, textcoords="offset points", ha=side, color=PALETTE[kind]
-                    )
+                        f"{value:g}", (x, y), at, textcoords="offset points", ha=side, color=PALETTE[kind],
+                        fontsize=9,
+                    )  # fmt: skip
         ax.set(xscale="log")
         ax.set_title(TITLES[skill], fontsize=10)
         ax.set_xticks(TICKS[1::2], [f"{tick:g}" for tick in TICKS[1::2]])
         ax.minorticks_off()
-        ax.margins(y=0.12)  # for the labels
+        ax.margins(y=0.16)  # for the labels
     figure.supylabel("Loss on the new skill, nats per token", fontsize=10)
     figure.supxlabel("Divergence held out, nats per token", fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
