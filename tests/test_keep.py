@@ -695,6 +695,42 @@ def test_a_report_leaves_nothing_in_inference_mode():
     take(model, optimizer, rival(task(1)))
 
 
+def test_a_mean_is_judged_in_the_batches_in_which_it_was_kept():
+    """Also if they were kept in several calls, after a resume, and in other microbatches."""
+
+    def squared(model, batch):
+        return loss(model, batch).square()
+
+    model, _, keeper = begin(squared, examples=5)
+    for k in range(2):
+        keeper.keep([task(k)], name="joined")
+    assert keeper.report().kept
+    again = begin(squared, {"joined": task(0)}, model=model, microbatch=2)[2]
+    again.load_state_dict(through_a_file(keeper.state_dict()))
+    line = again.report()["joined"]
+    assert line.kept
+    assert line.now == pytest.approx(line.stored, rel=1e-12)
+
+
+def test_a_loss_that_draws_numbers_is_judged_with_the_same_ones():
+    def noisy(model, batch):
+        return EACH(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+    _, _, keeper = begin(noisy, [task(1)])
+    torch.randn(1)
+    before = torch.get_rng_state()
+    assert keeper.report().kept
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_set_that_cannot_be_evaluated_is_named():
+    model, _, keeper = begin(EACH, {"old": task(1)})
+    model[2] = torch.nn.Linear(7, 3)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        keeper.report()
+    assert not hasattr(caught.value, "add_note") or "'old' was evaluated" in "".join(caught.value.__notes__)
+
+
 def test_the_verdict_does_not_believe_a_forecast():
     model, optimizer, keeper = begin(EACH, [task(1)], look=50, tolerance=0.01, make=lambda p: sgd(p, 0.5))
     for _ in range(30):

@@ -122,11 +122,14 @@ def test_losses_of_kept_examples_are_not_logged(tmp_path):
         return EACH(model, batch)
 
     driver = Lightning(tmp_path, logging)
+    driver.module.log = driver.module.log  # it may have one of its own
+    own = driver.module.log
     driver.train(batches(0))
     driver.keep(batches(0))
     driver.train(batches(1))
     assert driver.keeper.report()[0].steps == 3
     assert "of a module" not in driver.now.logged_metrics
+    assert driver.module.log is own
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # inside of Lightning

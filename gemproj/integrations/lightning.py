@@ -185,11 +185,12 @@ class KeeperCallback(CallbackBase, Callback):
 @contextmanager
 def _silent(module: Any) -> Iterator[None]:
     """Have a module log nothing: losses of kept examples are none of its metrics."""
-    names = ("log", "log_dict")
-    for name in names:
-        vars(module)[name] = lambda *args, **options: None
+    silent = dict.fromkeys(("log", "log_dict"), lambda *args, **options: None)
+    own = {name: vars(module)[name] for name in silent if name in vars(module)}
+    vars(module).update(silent)
     try:
         yield
     finally:
-        for name in names:
+        for name in silent:
             del vars(module)[name]
+        vars(module).update(own)

@@ -336,8 +336,8 @@ class History:
                 points[:] = [point for point in points if point[0] % self._every == 0]
 
 
-# Relative excess of a loss that is a rounding error, and share of a tolerance that a report does not print.
-_LOSSES, _PRINTED = 1e-6, 1e-4
+# Relative excess of a loss that is a rounding error, and share of a tolerance that is not counted.
+_LOSSES, _UNCOUNTED = 1e-6, 1e-4
 # With fewer examples, the interval of a mean says little.
 _FEW = 10
 
@@ -445,7 +445,7 @@ def _judge(line: Line, promise: Promise, score: Score) -> None:
     # A tolerance is that of the mean, and examples that are not held out are no sample of others.
     if allowed is not None or not line.held or score.n < _FEW:
         low = high = score.mean
-    slack = _LOSSES * (1.0 + abs(most)) + _PRINTED * (allowed or 0.0)
+    slack = _LOSSES * (1.0 + abs(most)) + _UNCOUNTED * (allowed or 0.0)
     # False for NaN.
     line.kept = low <= most + slack and (not promise.equal or high >= most - slack)
 

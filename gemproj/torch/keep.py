@@ -18,7 +18,7 @@ from gemproj.torch.data import PerExample, divided, leaves_of, moved, owned
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, call_loss, explain
-from gemproj.torch.rows import evaluating, passes, reshard
+from gemproj.torch.rows import evaluating, passes, reshard, seed
 from gemproj.torch.vector import ParameterVector
 
 # Number of examples whose labels are looked at together.
@@ -148,8 +148,9 @@ def _losses(
 ) -> tuple[Tensor, int, list[tuple[list[int], int]]]:
     """Return the loss of each example, from calls of `look` with as many examples at a time as in a step.
 
-    If a loss is a mean, it stands for all of its examples, whose number is returned, too; else zero. The
-    batches are the last result.
+    A loss that draws random numbers, as diffusion models do, draws the same ones in every call of this
+    function. If a loss is a mean, it stands for all of its examples, whose number is returned, too; else
+    zero. The batches are the last result.
     """
     topology, losses, means = vector.topology, torch.zeros_like(kept.losses), 0
     _, (most,) = topology.plan([len(kept)])
@@ -160,6 +161,7 @@ def _losses(
     try:
         with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
             for k, (at, weight) in enumerate(batches):
+                seed(k, vector.device)
                 value = look(at, weight, k == 0).detach().cpu().double()
                 losses[at[:weight]] = value[:weight] if value.ndim else value
                 means = means or (0 if value.ndim else len(at))

@@ -220,7 +220,12 @@ class KeeperBase:
         with trainable():
             for name, kept in judged.items():
                 model, loss = _evaluated(inner, kept.promise), self._wrapped(kept.promise.loss)
-                found[name] = scored(model, vector, kept, loss, self._microbatch)
+                try:
+                    found[name] = scored(model, vector, kept, loss, self._microbatch)
+                except Exception as error:
+                    if hasattr(error, "add_note"):  # since Python 3.11
+                        error.add_note(f"The set {name!r} was evaluated; forget({name!r}) drops it.")
+                    raise
         return found
 
     def logs(self) -> dict[str, float]:
@@ -498,7 +503,7 @@ class CallbackBase(KeeperBase):
 
 
 def _evaluated(model: torch.nn.Module, promise: Promise) -> torch.nn.Module:
-    """Return the model that says what is stored of examples; not a compiled one, unless it is compared."""
+    """Return the model for stored losses: a compiled one only if outputs or losses are compared with them."""
     compares = promise.allowed is not None or hasattr(promise.loss, "outputs")
     return model if compares else getattr(model, "_orig_mod", model)
 

@@ -326,6 +326,15 @@ def forked(device: torch.device) -> Any:
     return torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
 
 
+def seed(k: int, device: torch.device) -> None:
+    """Seed the generators whose states `forked` restores."""
+    torch.default_generator.manual_seed(k)
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        with module.device(device):
+            module.manual_seed(k)
+
+
 def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
     """Set attributes that have another value, because setting one of a module takes long."""
     for thing, name, value in values:
