@@ -410,6 +410,8 @@ def test_a_report_has_what_can_be_measured_from_outside():
     keeper.forget("a")
     assert list(keeper.report()) == [7]
     assert str(report).splitlines()[0].split()[:3] == ["name", "examples", "stored"]
+    verdicts = [line.split()[-1] for line in str(report).splitlines()[:3]]
+    assert verdicts == ["kept", *("yes" if report[name].kept else "no" for name in data)]
     with pytest.raises(KeyError, match=r"no promise is about 'b'; found \['a', 7\]"):
         report["b"]
 
@@ -722,6 +724,35 @@ def test_a_loss_that_draws_numbers_is_judged_with_the_same_ones():
     line = keeper.report()[0]
     assert line.now == pytest.approx(line.stored, rel=1e-12)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_attention_over_padding_is_judged_as_it_was_kept():
+    """Without gradients, torch has another way through these layers, with zeros at the padding."""
+
+    def each(model, batch):
+        x, y, padding = batch
+        return cross_entropy(model(x, src_key_padding_mask=padding).mean(1), y, reduction="none")
+
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1)
+    x, y, padding = (
+        torch.randn(8, 5, 16),
+        torch.arange(8),
+        torch.arange(5)[None] >= 1 + torch.arange(8)[:, None],
+    )
+    _, _, keeper = begin(each, [(x, y, padding)], model=model)
+    line = keeper.report()[0]
+    assert line.now == pytest.approx(line.stored, rel=1e-5)
+
+
+def test_a_report_compiles_nothing_that_was_not_compiled_when_it_was_kept():
+    model, passes = perceptron(), []
+    model = torch.compile(model, backend=lambda graph, inputs: passes.append(graph) or graph.forward)
+    for promise, compiled in ((loss, 0), (Promise(EACH, tolerance=0.1), 1)):
+        keeper = begin(promise, [task(1)], model=model)[2]
+        assert (len(passes) > 0) == compiled
+        keeper.report()
+        assert (len(passes) > 0) == compiled
 
 
 def test_a_set_that_cannot_be_evaluated_is_named():

@@ -454,7 +454,8 @@ def _said(line: Line) -> str:
     name = f"{line.name}, {line.held} held out" if line.held else line.name
     if line.kept is None:
         return f"{name}: not known, as another adapter is active, or the keeper has no model"
-    mean, low, high = line.held_out or (math.nan,) * 3
+    assert line.held_out is not None
+    mean, low, high = line.held_out
     found = f"{mean:.4g} [{low:.4g}, {high:.4g}] of {line.held_bound:.4g}"
     return f"{name}: {found}: {'kept' if line.kept else 'not kept'}"
 
