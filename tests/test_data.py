@@ -384,14 +384,15 @@ def kit(request):
 @pytest.mark.parametrize("top", [None, 2])
 @pytest.mark.parametrize("collate", ["right", "left", "flat"])
 def test_divergences_are_those_of_each_example_alone(kit, collate, top):
-    loss, wanted = Distillation(kit.logits, top=top), []
-    for one in kit.rows:
-        batch = kit.right([one])
-        wanted.append(loss(kit.now, batch, loss.outputs(kit.before, batch)).detach())
-    expected, lengths = torch.cat(wanted), [len(one["input_ids"]) for one in kit.rows]
+    loss, lengths = Distillation(kit.logits, top=top), [len(one["input_ids"]) for one in kit.rows]
     promise, collate_fn = Promise(loss, tolerance=0.1), getattr(kit, collate)
     kept = keep(kit.rows, promise, kit.before, collate=collate_fn, microbatch=4)
     stored = PerExample(kept.outputs)
+    alone = [(kit.right([one]), outputs) for one, outputs in zip(kit.rows, stored, strict=True)]
+    expected = torch.cat([loss(kit.now, batch, PerExample([outputs])).detach() for batch, outputs in alone])
+    if top is None:  # nothing is drawn
+        each = [loss.outputs(kit.before, batch)[0] for batch, _ in alone]
+        torch.testing.assert_close(list(stored), each)
     assert kept.listed
     assert [len(tree_leaves(one)[0]) for one in kept.outputs] == lengths
     torch.testing.assert_close(kept.losses, torch.zeros(len(lengths), dtype=torch.float64))

@@ -182,6 +182,16 @@ def test_examples_without_a_label_are_left_out_and_counted(promised, options):
     assert list(keeper.sets) == ["a"]
 
 
+def test_the_classes_that_are_stored_do_not_depend_on_the_state_of_random_numbers():
+    many, found = torch.nn.Linear(6, 1001, dtype=torch.float64), []
+    for k in range(2):
+        torch.manual_seed(k)
+        _, _, keeper = begin(Distillation(lambda model, batch: model(batch[0])), {"a": task(0)}, model=many)
+        found.append([classes for _, classes in keeper.sets["a"].outputs])
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][0][32:], found[0][1][32:])  # each example has its own
+
+
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [({}, [12]), ({"examples": 5}, [5, 5, 2]), ({"examples": 9, "microbatch": 4}, [4, 4, 4])],

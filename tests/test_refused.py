@@ -158,7 +158,7 @@ CALLS = [
     (lambda: Distillation(dtype="fp16"), TypeError, "floating-point dtype.*'fp16'"),
     (lambda: Distillation(temperature=0.0), ValueError, "temperature"),
     (lambda: Distillation(weight=-1.0), ValueError, "weight"),
-    (lambda: Distillation(top=0), ValueError, "top"),
+    (lambda: Distillation(top=1), ValueError, "top"),
     (lambda: Distillation(labels="labels"), TypeError, "labels must be a CrossEntropy"),
     (lambda: Distillation(teacher="me"), ValueError, "teacher must be 'base' or None; found 'me'"),
 ]  # fmt: skip

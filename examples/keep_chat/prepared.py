@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from gemproj.torch import write_references
-from gemproj.torch.data import moved
 from gemproj.torch.losses import Distillation
 
 from ..common.origin import digest
 from ..lora_agnews import data
 from . import model as chat
-from .model import Example, collate
+from .model import Example
 from .texts import QUESTION, TASK, Chat, Skill, lines_of
 
 
@@ -55,15 +54,13 @@ class Prepared:
 
     kept: list[Example]
     apart: list[Example]
-    said: Any  # stored outputs for `apart`
     train: dict[str, list[Example]]
     test: dict[str, list[Example]]
     labels: dict[str, list[int]]  # first tokens of the possible answers
     questions: list[tuple[str, list[Example]]]  # task, and the answers of a question, the right one first
 
 
-OUTPUTS = Distillation()  # of the 64 likeliest words
-MEASURED = Distillation(top=512, dtype=torch.float32)
+OUTPUTS = Distillation()  # of 64 words
 
 
 @lru_cache(maxsize=1)
@@ -131,7 +128,6 @@ class Texts:
         content = Prepared(
             kept=kept[: form.kept],
             apart=kept[form.kept :],
-            said=[MEASURED.outputs(cut, moved(collate([one]), device))[0] for one in kept[form.kept :]],
             train={name: of_pairs(skill.train) for name, skill in found.items()},
             test={name: of_pairs(skill.test) for name, skill in found.items()},
             labels={

@@ -83,9 +83,7 @@ def losses(runs: Sequence[Record]) -> str:
     measures: dict[str, tuple[Measure, int]] = {
         "New skill: loss": (lambda run: run["new"], 3),
         "Right, %": (lambda run: None if "accuracy" not in run else 100 * run["accuracy"], 1),
-        "Divergence held out": (lambda run: run["held_out"], 4),
-        # Below zero by rounding.
-        "Over all words": (lambda run: max(0.0, run["all_words"]) if "all_words" in run else None, 4),
+        "Divergence held out": (lambda run: max(0.0, run["held_out"]), 4),  # below zero by rounding
         "Abilities, %": (lambda run: 100 * mean(run["abilities"].values()) if run["abilities"] else None, 1),
         "Largest on the way": (lambda run: run.get("worst"), 3),
         "Looks, %": (lambda run: 100 * run["looks"] if run["kind"] == "auto" else None, 0),

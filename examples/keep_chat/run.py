@@ -24,7 +24,7 @@ from ..common.metrics import spread
 from ..common.origin import origin
 from ..common.results import rounded
 from .model import Example, adapted, answer_losses, collate, load, upper
-from .prepared import FORMS, MEASURED, OUTPUTS, Form, Prepared, read
+from .prepared import FORMS, OUTPUTS, Form, Prepared, read
 
 # By kind: the method, and what its value means.
 KINDS = {
@@ -103,8 +103,7 @@ class Run:
             reduce_intruder_dimension(model, logging_sink=None)
         about = origin(texts=self.prepared.stem)  # of this model
         before = fresh(self.model, form.layers, self.device)
-        whole = {"all_words": all_words(model, before, data.apart)}
-        return found | measured(model, data, self.skill) | whole | {"about": about}
+        return found | measured(model, before, data, self.skill) | {"about": about}
 
 
 @lru_cache(maxsize=1)
@@ -271,8 +270,8 @@ def in_batches(examples: Sequence[Example], device: str, size: int = 16) -> Iter
 
 
 @torch.inference_mode()
-def measured(model: Any, data: Prepared, skill: str) -> dict[str, Any]:
-    """Return loss and accuracy of the skill, the divergence on unseen texts, and answers that are right."""
+def measured(model: Any, before: Any, data: Prepared, skill: str) -> dict[str, Any]:
+    """Return loss and accuracy of the skill, divergence on unseen texts over all words, and right answers."""
     model.eval()
     device = model.device
     total = count = right = 0.0
@@ -282,10 +281,10 @@ def measured(model: Any, data: Prepared, skill: str) -> dict[str, Any]:
         total, count = total + float(values.sum()), count + int(counts.sum())
         if len(first):
             right += _right(model, batch, first)
-    apart, said = [], iter(data.said)
-    for batch in in_batches(data.apart, device):
-        stored = PerExample(itertools.islice(said, len(batch["labels"])))
-        apart += MEASURED(model, batch, stored).tolist()
+    apart, divergence = [], Distillation(top=before.config.vocab_size, dtype=torch.float32)
+    before.eval()
+    for batch in in_batches(data.apart, device, 4):  # what is compared is large
+        apart += divergence(model, batch, divergence.outputs(before, batch)).tolist()
     drift = spread(apart)
     found: dict[str, Any] = {"new": total / count, "held_out": drift.mean, "half": drift.half}
     if len(first):
@@ -298,16 +297,6 @@ def _right(model: Any, batch: dict[str, Tensor], first: Tensor) -> int:
     at = (batch["labels"] != -100).int().argmax(1)
     said = model_logits(model, batch)[torch.arange(len(at)), at - 1]
     return int((first[said[:, first].argmax(1)] == batch["labels"][torch.arange(len(at)), at]).sum())
-
-
-@torch.inference_mode()
-def all_words(model: Any, before: Any, examples: Sequence[Example]) -> float:
-    """Return the mean divergence of the model from the one before, over all words of the vocabulary."""
-    model.eval()
-    before.eval()
-    loss = Distillation(top=before.config.vocab_size, dtype=torch.float32)
-    batches = in_batches(examples, model.device, 4)  # their outputs are large
-    return mean(one for batch in batches for one in loss(model, batch, loss.outputs(before, batch)).tolist())
 
 
 @torch.inference_mode()

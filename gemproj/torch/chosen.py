@@ -7,6 +7,7 @@ positions are taken at a time. On a CPU their numbers stay in the cache, so it a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,11 @@ from torch.autograd.forward_ad import unpack_dual
 
 # Number of logits that are taken at a time on a CPU, and on a device, where each operation has its own cost.
 _ON_CPU, _ON_DEVICE = 1 << 21, 1 << 25
+# Least probability of the rest, all classes that are not among the likeliest: one minus a sum, with rounding.
+_REST = 1e-6
+# As integers: a probability of one, the distance of two draws, and the golden ratio of that distance, whose
+# multiples are spread evenly.
+_UNIT, _STEP, _GOLDEN = 1 << 32, 1 << 24, 10_368_889
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -28,13 +34,49 @@ def log_probabilities(logits: Tensor, rows: Any, temperature: float) -> Tensor:
     return torch.log_softmax(_scaled(logits, rows, temperature), dim=-1)
 
 
-def likeliest(logits: Tensor, at: Tensor | None, top: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the `top` largest log-probabilities and their classes, (m, top); see `chosen`."""
-    found = []
-    for (rows,) in _parts(logits, at):
-        found.append(log_probabilities(logits, rows, temperature).topk(top, dim=-1))
+def drawn(logits: Tensor, at: Tensor | None, top: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of `top` classes at each position, and the classes, (m, top); see `chosen`.
+
+    The first ``likeliest(top)`` are the most probable ones. The others are drawn from the rest in proportion
+    to their probabilities, with replacement, and their values are given the rest; minus infinity if the rest
+    is less than rounding.
+    """
+    found, m = [], len(logits) if at is None else len(at)
+    for rows, number in _parts(logits, at, torch.arange(1, m + 1, device=logits.device)):
+        values = log_probabilities(logits, rows, temperature)
+        first, classes = values.topk(likeliest(top), dim=-1)
+        # What is at a position decides, too, where its draws begin, because texts may be stored one by one.
+        begins = (number + classes.sum(-1)) * _GOLDEN % _STEP
+        some = _systematic(values.exp().scatter(-1, classes, 0.0), begins, top - likeliest(top))
+        rest = with_rest(first)[..., -1:]
+        given = torch.where(rest > math.log(2 * _REST), values.gather(-1, some) - rest, -math.inf)
+        found.append((torch.cat([first, given], -1), torch.cat([classes, some], -1)))
     values, classes = map(torch.cat, zip(*found, strict=True))
     return values, classes
+
+
+def _systematic(weights: Tensor, begins: Tensor, n: int) -> Tensor:
+    """Draw n classes at each position, (m, n), by systematic sampling: at equal distances of the sums.
+
+    The first distance is ``begins / _STEP``. No random numbers are needed, and sums are of integers, because
+    those of floats are not deterministic on a device.
+    """
+    sums = weights.mul_(_UNIT).long().cumsum_(-1)
+    total, parts = sums[:, -1:], torch.arange(n, device=weights.device)
+    at = parts * total // n + begins[:, None] * total // (n * _STEP)
+    # If nothing is left, the last class.
+    return torch.searchsorted(sums, at, right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def likeliest(top: int) -> int:
+    """Return how many of `top` classes are the most probable ones: half of them."""
+    return top - top // 2
+
+
+def with_rest(values: Tensor) -> Tensor:
+    """Append the logarithm of the total probability of all other classes."""
+    rest = (1.0 - values.exp().sum(-1, keepdim=True)).clamp(min=_REST)
+    return torch.cat([values, rest.log()], dim=-1)
 
 
 def chosen(logits: Tensor, at: Tensor | None, classes: Tensor, temperature: float) -> Tensor:

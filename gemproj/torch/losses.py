@@ -12,15 +12,17 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj._checks import check_count, check_number
-from gemproj.torch.chosen import chosen, likeliest, log_probabilities, widened
+from gemproj.torch.chosen import chosen, drawn, likeliest, log_probabilities, widened, with_rest
 from gemproj.torch.data import Batch, Field, PerExample
 from gemproj.torch.vector import mesh_of
 
 # The label that torch and transformers ignore.
 _IGNORED = -100
 _MASK = "attention_mask"
-# Of more classes than this, only the most probable ones are stored by default, and logits are not copied.
+# Of more classes than this, only some are stored by default, and logits are not copied.
 _MANY, _TOP = 1_000, 64
+# Largest logarithm of a ratio of probabilities in an estimate, so that its exponential is finite.
+_LARGEST = 10.0
 
 
 def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -177,9 +179,11 @@ class Distillation:
         ``logits(model, batch)`` returns logits of shape (n, ..., classes).
     temperature : float, default 1
     top : int, optional
-        Number of most probable classes to store. The other classes count as one, so the loss is a lower bound
-        of the divergence. A position takes ``top * (bytes of dtype + 4)`` bytes, not one number per class.
-        By default 64 if there are more than 1,000 classes, else all.
+        Number of classes to store for each position, at least 2. Half of them are the most probable ones, the
+        others are drawn from the rest in proportion to their probabilities, and the loss estimates the
+        divergence over all classes. On examples that are trained on it may come out too low; where a few rare
+        classes rise a lot, it is rough. A position takes ``top * (bytes of dtype + 4)`` bytes, not one number
+        per class. By default 64 if there are more than 1,000 classes, else all.
     dtype : torch.dtype, optional
         Dtype of the stored log-probabilities; by default ``torch.float16`` if `top` is chosen by default,
         else the dtype of the logits.
@@ -222,7 +226,7 @@ class Distillation:
         check_number(temperature, "temperature", 0.0, strict=True)
         check_number(weight, "weight", 0.0)
         if top is not None:
-            check_count(top, "top", 1)
+            check_count(top, "top", 2)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point dtype of torch; found {dtype!r}.")
         if labels is not None and not isinstance(labels, CrossEntropy):
@@ -233,6 +237,7 @@ class Distillation:
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Any:
         """Return log-probabilities (n, ..., classes) to store; with `top`, a pair of these and the classes.
 
+        The log-probabilities of classes that were drawn are those given the rest, without the likeliest.
         With a mask, or for a padding-free batch, return a `PerExample` with one tensor (positions, classes),
         or one pair of tensors, per example. With a teacher, None: nothing is stored.
         """
@@ -250,7 +255,7 @@ class Distillation:
             rows = ... if mask is None else mask
             stored: Any = log_probabilities(logits, rows, self._temperature).to(dtype)
         else:
-            found, classes = likeliest(logits.flatten(0, -2), _indices(mask), top, self._temperature)
+            found, classes = drawn(logits.flatten(0, -2), _indices(mask), top, self._temperature)
             stored = found.to(dtype), classes.int()
             if mask is None:
                 stored = tuple(leaf.view(*logits.shape[:-1], top) for leaf in stored)
@@ -285,6 +290,7 @@ class Distillation:
             _check_classes(outputs.shape[-1] == logits.shape[-1], outputs.shape[-1], logits)
             now = log_probabilities(logits, ... if mask is None else mask, self._temperature)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
+            divergence = _divergence(before, now)
         else:
             values, classes = outputs
             if classes.device.type == "cpu" and classes.numel():  # on a device, this would synchronise
@@ -292,10 +298,8 @@ class Distillation:
                 _check_classes(most <= logits.shape[-1], f"at least {most}", logits)
             flat, indices = logits.flatten(0, -2), classes.long().flatten(0, -2)
             now = chosen(flat, _indices(mask), indices, self._temperature).view(values.shape)
-            before, now = _with_rest(values.to(now.dtype)), _with_rest(now)
-        # A class of probability zero contributes nothing, although its logarithm is infinite.
-        terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
-        divergence = terms.sum(-1) * self._temperature**2
+            divergence = _estimate(values.to(now.dtype), now)
+        divergence = divergence * self._temperature**2
         if mask is None:
             mask = torch.ones_like(divergence, dtype=torch.bool)
         else:
@@ -375,11 +379,25 @@ def _check_classes(fits: bool, stored: Any, now: Tensor) -> None:
         )
 
 
-def _with_rest(top: Tensor) -> Tensor:
-    """Append the logarithm of the total probability of all other classes."""
-    tiny = torch.finfo(top.dtype).tiny
-    rest = (1.0 - top.exp().sum(-1, keepdim=True)).clamp(min=tiny)
-    return torch.cat([top, rest.log()], dim=-1)
+def _divergence(before: Tensor, now: Tensor) -> Tensor:
+    """Return the divergence of log-probabilities of all classes; those of probability zero add nothing."""
+    return torch.where(before.isneginf(), 0.0, before.exp() * (before - now)).sum(-1)
+
+
+def _estimate(before: Tensor, now: Tensor) -> Tensor:
+    """Return an estimate of the divergence over all classes, from those that `drawn` returned.
+
+    With the rest as one class the divergence is a lower bound; what it lacks is the probability of the rest
+    times the divergence within the rest, the mean of ``r - 1 - log r`` over classes drawn from the rest, with
+    ``r = q_c / p_c`` given the rest. The mean of r is one, and adding ``r - 1`` makes the estimate least, and
+    zero, where q is p (Schulman, "Approximating KL divergence", 2020).
+    """
+    first = likeliest(before.shape[-1])
+    then, current = with_rest(before[..., :first]), with_rest(now[..., :first])
+    ratio = now[..., first:] - current[..., -1:] - before[..., first:]
+    ratio = torch.where(before[..., first:].isneginf(), 0.0, ratio.clamp(max=_LARGEST))
+    within = (torch.expm1(ratio) - ratio).mean(-1)
+    return _divergence(then, current) + then[..., -1].exp() * within
 
 
 def _means(values: Tensor, counts: Tensor, examples: Tensor | None = None) -> Tensor:
