@@ -1,4 +1,4 @@
-"""Log-probabilities of a few classes out of many, without a copy of all logits in float32.
+"""A few classes out of many, and their log-probabilities, without a copy of all logits in float32.
 
 With a vocabulary of 50,000 tokens, such a copy may take as much memory as the rest of a pass. Here some
 positions are taken at a time. On a CPU their numbers stay in the cache, so it also takes less time than
@@ -47,7 +47,7 @@ def drawn(logits: Tensor, at: Tensor | None, top: int, temperature: float) -> tu
         first, classes = values.topk(likeliest(top), dim=-1)
         # What is at a position decides, too, where its draws begin, because texts may be stored one by one.
         begins = (number + classes.sum(-1)) * _GOLDEN % _STEP
-        some = _systematic(values.exp().scatter(-1, classes, 0.0), begins, top - likeliest(top))
+        some = _systematic(values.exp().scatter_(-1, classes, 0.0), begins, top - likeliest(top))
         rest = with_rest(first)[..., -1:]
         given = torch.where(rest > math.log(2 * _REST), values.gather(-1, some) - rest, -math.inf)
         found.append((torch.cat([first, given], -1), torch.cat([classes, some], -1)))
@@ -58,8 +58,8 @@ def drawn(logits: Tensor, at: Tensor | None, top: int, temperature: float) -> tu
 def _systematic(weights: Tensor, begins: Tensor, n: int) -> Tensor:
     """Draw n classes at each position, (m, n), by systematic sampling: at equal distances of the sums.
 
-    The first distance is ``begins / _STEP``. No random numbers are needed, and sums are of integers, because
-    those of floats are not deterministic on a device.
+    The first is at the share ``begins / _STEP`` of a distance, so no random numbers are needed. Sums are of
+    integers, because those of floats are not deterministic on a device. The weights are overwritten.
     """
     sums = weights.mul_(_UNIT).long().cumsum_(-1)
     total, parts = sums[:, -1:], torch.arange(n, device=weights.device)
