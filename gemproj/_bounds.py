@@ -38,7 +38,7 @@ from gemproj._tspace import inverse, matvec
 from gemproj.methods import Method, as_method
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # one that is frozen takes three times as long to make
 class Options:
     """Options of a projection, checked as far as possible without b; see `make_bounds`."""
 
@@ -49,7 +49,7 @@ class Options:
     equality: Any = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", as_method(self.method))
+        self.method = as_method(self.method)
         if given := self.given:
             check_accepted(self.method, zip(given, given, strict=True))
 

@@ -207,7 +207,8 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         given = {name: a for name, a in vars(options).items() if is_like(a, gram.b)}
         K, b, gg, start, *values = fetch([*gram, start, *given.values()])
         gram, options = Gram(K, b, gg), replace(options, **dict(zip(given, values, strict=True)))
-    measured = measured._replace(gram=check_range(gram, measured.problem))
+    if (checked := check_range(gram, measured.problem)) is not measured.gram:
+        measured = measured._replace(gram=checked)
     bounds = make_bounds(options, measured.gram.b)
     if type(method) is Exact:  # a class derived from it need not be exact
         return _search(measured, bounds, start)

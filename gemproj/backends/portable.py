@@ -87,14 +87,15 @@ def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, ...]:
     `run` gets the arguments of that function, all arrays in float64 and row-major order.
     """
     batch, (t, m) = dual.linear.shape[:-1], dual.rows.shape[-2:]
-    count, shapes = math.prod(batch), [(math.prod(dual.rows.shape[:-2]), t, m), (math.prod(batch), m)]
-    given = zip(dual[2:], [*shapes, *[(count, t)] * 4], strict=True)
-    arrays = [_NONE if a is None else _float64(a.reshape(shape)) for a, shape in given]
-    lam, total = np.empty((count, t)), np.empty(count)
-    status, pivots = np.empty((2, count), dtype=np.int64)
-    run(0, count, *dual[:2], *arrays, lam, status, pivots, total)
-    return lam.reshape((*batch, t)), *(a.reshape(batch) for a in (status, pivots, total))
+    count = math.prod(batch)
+    rows = _float64(dual.rows, (math.prod(dual.rows.shape[:-2]), t, m))
+    given = [_NONE if a is None else _float64(a, (count, t)) for a in dual[4:]]
+    lam = np.empty((count, t))
+    numbers = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count)
+    run(0, count, *dual[:2], rows, _float64(dual.linear, (count, m)), *given, lam, *numbers)
+    return lam.reshape((*batch, t)), *[a.reshape(batch) for a in numbers]
 
 
-def _float64(a: np.ndarray) -> np.ndarray:
+def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    a = a.reshape(shape)
     return a if a.dtype is _FLOAT64 and a.flags.carray else np.array(a, np.float64, order="C")

@@ -285,7 +285,9 @@ def _arguments(rows: np.ndarray, vectors: np.ndarray, start: int = 0) -> Any:
     if of_column != 1 and len(rows) < len(vectors):
         return None  # columns of one G would be turned once for each gradient
     steps = of_row, of_column, of_problem if len(rows) > 1 else 0
-    return flat_G[start * of_column :], *steps, flat_g[start:], of_vector
+    if start:
+        flat_G, flat_g = flat_G[start * of_column :], flat_g[start:]
+    return flat_G, *steps, flat_g, of_vector
 
 
 def _threads(problem: Problem) -> int:
