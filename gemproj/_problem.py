@@ -207,8 +207,9 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
             f"{' If g is a column, pass g[:, 0].' if column else ''}"
         )
     of_w = (d,) if w is None else tuple(w.shape)
-    if of_w[-1:] != (d,):
-        raise ValueError(f"metric must have the shape of g, {of_g}, or ({d},); found {of_w}.")
+    if of_w[-1:] != (d,) or len(of_w) > 1 + max(len(lead), len(batch)):
+        dense = " For a dense matrix W pass K = G W^-1 G' to solve_gram." if of_w == (d, d) else ""
+        raise ValueError(f"metric must have the shape of g, {of_g}, or ({d},); found {of_w}.{dense}")
     shared = not lead and len(batch) > 0 and len(of_w) == 1
     if not shared and (lead != batch or (w is not None and of_w[:-1] != batch)):
         try:
@@ -313,6 +314,8 @@ def _check_block(a: Any, name: str, one_of_many: bool) -> None:
             f"{name} is a {type(a).__name__} of arrays, such as the gradients of one task. {whole} needs one "
             f"block per parameter, with one row per task: rows = [{library}.stack(b) for b in zip(*{whole})]."
         )
+    if a is None and name.startswith("out"):
+        raise TypeError(f"{name} is None; pass an array to write to, such as torch.zeros_like(p) for p.grad.")
     if a is None:
         raise TypeError(
             f"{name} is None, which torch.autograd.grad returns for an unused parameter: call it with "
@@ -322,7 +325,7 @@ def _check_block(a: Any, name: str, one_of_many: bool) -> None:
     if one_of_many:
         remedy += ", or leave it out, if it is no parameter but a counter of a state_dict"
     else:
-        must += ", or a sequence or mapping of arrays"
+        must += ", or a list, tuple or mapping of arrays"
     check_array(a, name, must, remedy)
 
 

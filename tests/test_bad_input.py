@@ -69,6 +69,8 @@ WRONG_VALUES = [
     (lambda: project(G, g, out=np.empty(4)), r"out must have the shape and dtype of g, \(5,\) float64"),
     (lambda: project(G, g, out=np.empty(5, np.float32)), "found .* float32"),
     (lambda: project(G, g, metric=np.ones(4)), r"metric must have the shape of g, \(5,\)"),
+    (lambda: project(G, g, metric=np.eye(5) + 1), r"found \(5, 5\). For a dense matrix W .* solve_gram"),
+    (lambda: project(G, g, metric=np.ones((7, 5))), r"metric must have the shape of g, .* found \(7, 5\)"),
     (lambda: project(G, g, metric=np.zeros(5)), "metric must be positive and finite everywhere"),
     (lambda: project(G, g, metric=np.full(5, np.inf)), "metric must be positive and finite"),
     (lambda: project([G, G], [g, g], out=[g, g[:2]]), r"out\[1\] must have the shape"),
@@ -95,6 +97,7 @@ WRONG_VALUES = [
     (lambda: GEM2017(memory_strength=-0.1), "memory_strength must be finite and at least 0"),
 ]
 WRONG_TYPES = [
+    (lambda: project([G], [g], out=[None]), r"out\[0\] is None; pass an array to write to"),
     (lambda: project(G, g, method=lambda K, b, w: None), "found None"),
     (lambda: project(G, g, method=lambda K, b, w: b[:1]), "must return real multipliers of the type and"),
     (lambda: project(G, g, method=lambda K, b, w: np.ma.array(b)), "must return .*found MaskedArray"),

@@ -80,7 +80,7 @@ class Passes:
 
 def compared(model, sets, loss=EACH, rtol=1e-12, **options):
     """Compare rows that share passes, if they can, with those of a pass each; return the way and the reason."""
-    before = [set(module.__dict__) for module in model.modules()]
+    before = [set(module.__dict__) for module in model.modules()], list(map(id, model.parameters()))
     alone, joint = Passes(model, loss, shared=False), Passes(model, loss)
     calls = alone(sets, **options)
     for _ in range(2):  # the first time compares some of the rows
@@ -94,7 +94,7 @@ def compared(model, sets, loss=EACH, rtol=1e-12, **options):
     way = None if plan.way is None else plan.way.__name__
     assert passes == (calls if way is None else calls // len(sets))
     assert joint.rows.reached == alone.rows.reached
-    assert before == [set(module.__dict__) for module in model.modules()]
+    assert before == ([set(module.__dict__) for module in model.modules()], list(map(id, model.parameters())))
     assert all(p.grad is None for p in model.parameters())
     return way, joint.joint.reason
 
@@ -215,6 +215,19 @@ class Around(nn.Module):
         return self.own * self.use(self.inner, x)
 
 
+class Named(nn.Module):
+    """A layer with two names, and another one with the same weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, other = nn.Linear(6, 6), nn.Linear(6, 6)
+        other.weight = self.one.weight
+        self.net = nn.Sequential(self.one, nn.Tanh(), other, nn.Linear(6, 3)).double()
+
+    def forward(self, x):
+        return self.net(x)
+
+
 class Spare(nn.Linear):
     """A layer with another one inside, which it does not use."""
 
@@ -240,6 +253,7 @@ BY_VMAP = {
     "another dimension": (lambda: Around(lambda f, x: f(x.mT).mT.mean(2)), lambda: vectors(6, 3), EACH),
     "a layer that is not used": (lambda: Spare(6, 3).double(), lambda: vectors(6), EACH),
     "a mean": (mlp, lambda: vectors(6), loss),
+    "names of one weight": (Named, lambda: vectors(6), loss),
     "examples that depend on each other": (mlp, lambda: vectors(6), contrastive),
 }
 

@@ -197,6 +197,17 @@ def test_the_classes_that_are_stored_do_not_depend_on_the_state_of_random_number
     assert not torch.equal(found[0][0][32:], found[0][1][32:])  # each example has its own
 
 
+def test_a_training_that_the_keeper_does_not_see_is_told_at_the_next_keep():
+    model, optimizer, keeper = begin(EACH, {"a": task(0)})
+    take(model, optimizer, rival(task(0)))
+    keeper.keep([task(1)])
+    keeper.keep([task(2)])
+    unlearn(model, sgd(model.parameters(), 0.1), task(0), 1)
+    with pytest.warns(UserWarning, match="optimizer of this keeper took no step: .* new.sets.update"):
+        keeper.keep([task(3)])
+    keeper.keep([task(4)])
+
+
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [({}, [12]), ({"examples": 5}, [5, 5, 2]), ({"examples": 9, "microbatch": 4}, [4, 4, 4])],
@@ -681,6 +692,7 @@ def test_what_a_state_lacks_is_said():
 
 @pytest.mark.parametrize("function", [loss, EACH])
 @pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.filterwarnings("ignore:The weights have changed")
 def test_the_verdict_is_about_the_weights_as_they_are(function, removed):
     """Whoever moved them: another optimizer, loaded weights, the last step, or steps between two looks."""
     model, optimizer, keeper = begin(function, [task(1)], look=100)

@@ -157,15 +157,26 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
     loss = nn.ModuleList([model])
     loss.forward = lambda *given: call_loss(first.loss, model, given[0], len(first.at), *given[1:]).mean()
 
-    def scaled(own: dict[str, Tensor], given: Any) -> Tensor:
-        return functional_call(loss, own, given) * G.scale
+    # Where each parameter is, by the names of modules that each stand once: `functional_call` with
+    # `tie_weights` leaves other weights behind in a module that has two names.
+    at = {id(p): j for j, p in enumerate(G.vector.parameters)}
+    places = {
+        name: at[id(p)]
+        for prefix, module in loss.named_modules()
+        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        if id(p) in at
+    }
 
-    own = {f"0.{name}": p.detach() for name, p in zip(G.vector.names, G.vector.parameters, strict=True)}
+    def scaled(own: list[Tensor], given: Any) -> Tensor:
+        values = {name: own[j] for name, j in places.items()}
+        return functional_call(loss, values, given, tie_weights=False) * G.scale
+
+    own = [p.detach() for p in G.vector.parameters]
     gradients, losses = vmap(grad_and_value(scaled), (None, 0))(own, given)
-    for gradient, part in zip(gradients.values(), G.parts(first.k, t), strict=True):
+    for gradient, part in zip(gradients, G.parts(first.k, t), strict=True):
         part.copy_(gradient * first.weight)
     G.note(first.k, (), losses / G.scale * first.weight)  # a gradient of zeros may be that of no parameter
-    return max(torch.finfo(p.dtype).eps for p in own.values())
+    return max(torch.finfo(p.dtype).eps for p in own)
 
 
 def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> float:

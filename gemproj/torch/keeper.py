@@ -152,6 +152,7 @@ class KeeperBase:
             named = {"name": name, "collate": collate, "limit": limit, "hold_out": hold_out}
             self._pending.append((data, promise, named))
             return
+        self._training.watch()
         if name is None:
             name = next(k for k in itertools.count(len(self.sets)) if k not in self.sets)
         before = self._random.get_state()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj._arrays import on_host
+from gemproj._arrays import on_host, wide_dtype
 from gemproj._warn import warn
 from gemproj.torch.history import Projection
 from gemproj.torch.joint import SharedPasses
@@ -32,6 +32,7 @@ class Training:
         self.last: Projection | None = None  # statistics of the last step, of all its optimizers
         # By kind of vector: names of the rows, and their last multipliers.
         self.warm: dict[str, tuple[list[Any], Any]] = {}
+        self._watched: Any = None  # number of steps, and sum of the weights, when sets were kept
         self._again = False  # whether the next step looks, whatever `look` says
         self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
@@ -123,6 +124,19 @@ class Training:
     def is_first_part(self) -> bool:
         """Whether the first one of several optimizers steps, without a closure."""
         return len(self.steps) > 1 and len(self._stepped) == 1
+
+    def watch(self) -> None:
+        """Warn if weights have changed since the last call, and no step of these optimizers was taken."""
+        vector = self.rows.vector
+        wide = wide_dtype(torch, vector.device)
+        now = self._begun, float(sum(p.sum(dtype=wide) for p in vector.local()))
+        if self._watched and self._watched[0] == now[0] and self._watched[1] != now[1]:
+            warn(
+                "The weights have changed since the last keep, and the optimizer of this keeper took no step: "
+                "nothing was projected. For a new optimizer make a new keeper, and hand it the sets: "
+                "new.sets.update(keeper.sets). If you loaded the weights, ignore this."
+            )
+        self._watched = now
 
     def change(self) -> None:
         """Have the next step compute all rows, because sets were kept, dropped or loaded."""
