@@ -124,7 +124,7 @@ WRONG_TYPES = [
     (lambda: project(3.0, g), "G must be an array.*found float"),
     (lambda: project(torch.eye(3, 5), g), "one library; found numpy.ndarray, torch.Tensor"),
     (lambda: project(list(G), g), "g must be a sequence of arrays, as G is; found one array. If G .* stack"),
-    (lambda: project([G], iter([g])), "g must be an array .*, or a sequence .* found list_iterator"),
+    (lambda: project([G], iter([g])), "g must be an array .*, or a list, .* found list_iterator"),
     (lambda: project(G, g, method=PGD), r"write PGD\(\), not PGD"),
     (lambda: project(G, g, method=7), "method must be a name, a Method or a callable"),
     (lambda: solve_dual(G, g, steps=3), "steps"),

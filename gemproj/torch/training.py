@@ -132,8 +132,8 @@ class Training:
         now = self._begun, float(sum(p.sum(dtype=wide) for p in vector.local()))
         if self._watched and self._watched[0] == now[0] and self._watched[1] != now[1]:
             warn(
-                "The weights have changed since the last keep, and the optimizer of this keeper took no step: "
-                "nothing was projected. For a new optimizer make a new keeper, and hand it the sets: "
+                "The weights have changed since the last keep, and the optimizer of this keeper took no "
+                "step: nothing was projected. For a new optimizer make a new keeper, and hand it the sets: "
                 "new.sets.update(keeper.sets). If you loaded the weights, ignore this."
             )
         self._watched = now
