@@ -207,6 +207,12 @@ def test_the_chat_template_of_a_processor(template):
     assert words.chat_template is None
 
 
+def test_a_chat_template_may_begin_with_what_the_user_says():
+    model, words = tools()
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert len(write(model, words)) == 6
+
+
 def test_a_text_is_taken_once(monkeypatch):
     model, words = tools()
     two = torch.stack([torch.arange(2, 14), torch.arange(14, 2, -1)] * 2)
@@ -365,8 +371,17 @@ def test_teacher_without_adapters():
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     keeper = Keeper(model, optimizer)
-    keeper.keep([batch], Promise(taught), name="chat")
+    apart = expected.mean().item()
+    keeper.keep([batch], Promise(taught, tolerance=0.5 * apart), name="chat")
     assert keeper.sets["chat"].outputs == []
+    line = keeper.report()["chat"]  # the adapters are far from it already
+    assert (line.stored, line.bound, line.kept) == (0.0, pytest.approx(0.5 * apart), False)
+    assert line.now == pytest.approx(apart, rel=1e-5)
+    with pytest.warns(UserWarning, match="keeps what the model says with its adapters, .* nats from what it"):
+        keeper.keep([batch], Promise(stored, tolerance=0.5 * apart), name="with adapters")
+    keeper.keep([batch], Promise(stored, tolerance=2.0 * apart), name="nearer")
+    keeper.forget("with adapters")
+    keeper.forget("nearer")
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
     model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
     optimizer.step()
@@ -410,3 +425,29 @@ def test_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
         transformers.Trainer(model, args, train_dataset=new, callbacks=again).train()
     assert list((tmp_path / "gemproj").glob("references-*.json"))
+
+
+def test_with_the_base_as_teacher_the_base_writes(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from gemproj.integrations import transformers as integration
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    texts = []
+
+    def write(*given, **options):
+        texts.extend(write_references(*given, tokens=12, **options))
+        return texts
+
+    monkeypatch.setattr(integration, "write_references", write)
+    model, words = tools(chat=True)
+    expected = write_references(model, words, 6, tokens=12, progress=False)
+    model = adapted(model, target_modules=["q_proj", "v_proj"])
+    new = [{"input_ids": (x := torch.randint(2, 20, (8,))), "labels": x} for _ in range(4)]
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    callback = integration.KeeperCallback(promise=Promise(Distillation(teacher="base")), limit=6)
+    transformers.Trainer(
+        model, args, train_dataset=new, processing_class=words, callbacks=[callback],
+        data_collator=transformers.default_data_collator,
+    ).train()  # fmt: skip
+    assert texts == expected
+    assert len(callback.sets["references"]) == 5

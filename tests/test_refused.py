@@ -10,7 +10,7 @@ from models import EACH, SAID, begin, logits, loss, perceptron, sgd, task  # noq
 
 from gemproj import project  # noqa: E402
 from gemproj.torch import Keeper, Promise, rows  # noqa: E402
-from gemproj.torch.losses import Distillation, model_loss  # noqa: E402
+from gemproj.torch.losses import CrossEntropy, Distillation, model_loss  # noqa: E402
 
 TABLE = torch.nn.Embedding(5, 3, sparse=True)
 LOSS = torch.ones((), requires_grad=True)
@@ -99,7 +99,7 @@ CALLS = [
     (lambda: some(lambda p: sgd([*p, TABLE.weight])), ValueError, r"moves 1 parameters that are not the model's.*\(5, 3\)"),
     (lambda: some(lambda p: sgd(perceptron().parameters())), ValueError, "lacks 4 of the 4"),
     (lambda: some(lambda p: sgd([{"params": [one], "maximize": k == 3} for k, one in enumerate(p)])), ValueError, "maximize=True"),
-    (lambda: some(lambda p: torch.optim.lr_scheduler.StepLR(sgd(p), 1)), TypeError, "must be.*found StepLR"),
+    (lambda: some(lambda p: torch.optim.lr_scheduler.StepLR(sgd(p), 1)), TypeError, "must be.*found torch.*StepLR"),
     (lambda: some(torch.optim.LBFGS), ValueError, "LBFGS cannot be projected.*on='gradient'"),
     (lambda: some(torch.optim.ASGD, on="step"), ValueError, "ASGD cannot be projected.*on='gradient'"),
     (lambda: keeper(as_model=perceptron().requires_grad_(False)), ValueError, "no parameter that requires a gradient"),
@@ -160,6 +160,7 @@ CALLS = [
     (lambda: Distillation(weight=-1.0), ValueError, "weight"),
     (lambda: Distillation(top=1), ValueError, "top"),
     (lambda: Distillation(labels="labels"), TypeError, "labels must be a CrossEntropy"),
+    (lambda: Distillation(labels=CrossEntropy(), teacher="base"), ValueError, "keep the labels as another set"),
     (lambda: Distillation(teacher="me"), ValueError, "teacher must be 'base' or None; found 'me'"),
 ]  # fmt: skip
 

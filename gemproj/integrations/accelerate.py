@@ -43,7 +43,8 @@ class AcceleratedKeeper(KeeperBase):
             optimizers = [adapted(one) for one in optimizers]
             scaler = optimizers[0]
         # `extract_model_from_parallel` would change a compiled model.
-        model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
+        if isinstance(model, torch.nn.Module):
+            model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
         self._attach(model, optimizers, scaler=scaler, group=everyone())
 
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:

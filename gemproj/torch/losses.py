@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -196,7 +197,8 @@ class Distillation:
     weight : float, default 1
         Weight of the added cross-entropy.
     teacher : "base", optional
-        Compare with the model without its adapters of peft, in one more forward pass: nothing is stored.
+        Compare with the model without its adapters of peft, in one more forward pass: nothing is stored. A
+        tolerance is the largest divergence from that model, however far it is when texts are kept.
 
     Examples
     --------
@@ -229,10 +231,12 @@ class Distillation:
             check_count(top, "top", 2)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point dtype of torch; found {dtype!r}.")
+        if labels is not None and teacher is not None:
+            raise ValueError("labels is for stored outputs; with a teacher, keep the labels as another set.")
         if labels is not None and not isinstance(labels, CrossEntropy):
             raise TypeError(f"labels must be a CrossEntropy, such as CrossEntropy(); found {labels!r}.")
         self._logits, self._temperature, self._top, self._dtype = logits, float(temperature), top, dtype
-        self._mask, self._labels, self._weight, self._teacher = mask, labels, float(weight), teacher
+        self._mask, self._labels, self._weight, self.teacher = mask, labels, float(weight), teacher
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Any:
         """Return log-probabilities (n, ..., classes) to store; with `top`, a pair of these and the classes.
@@ -241,7 +245,7 @@ class Distillation:
         With a mask, or for a padding-free batch, return a `PerExample` with one tensor (positions, classes),
         or one pair of tensors, per example. With a teacher, None: nothing is stored.
         """
-        return self._said(model, batch) if self._teacher is None else None
+        return self._said(model, batch) if self.teacher is None else None
 
     @torch.no_grad()
     def _said(self, model: torch.nn.Module, batch: Batch) -> Any:
@@ -267,19 +271,9 @@ class Distillation:
 
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any = None) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
-        if self._teacher is not None:
-            if not hasattr(model, "disable_adapter"):
-                raise TypeError(
-                    "teacher='base' needs a model of peft, whose adapters can be off; found "
-                    f"{type(model).__name__}. Without a teacher, outputs are stored."
-                )
-            trained = [p.requires_grad for p in model.parameters()]
-            try:
-                with model.disable_adapter():  # type: ignore[operator]
-                    outputs = self._said(model, batch)
-            finally:  # peft has all of the adapter trained again, also what is frozen
-                for p, was in zip(model.parameters(), trained, strict=True):
-                    p.requires_grad_(was)
+        if self.teacher is not None:
+            with without_adapters(model):
+                outputs = self._said(model, batch)
         logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
         if mask is None and isinstance(outputs, PerExample):
@@ -319,7 +313,7 @@ class Distillation:
                 f"logits must be of classes that exclude each other, in the last dimension; found "
                 f"{tuple(logits.shape)} of {type(model).__name__}. Pass logits=, a function of model and "
                 "batch: for images model(**batch).logits.movedim(1, -1), for labels that do not exclude each "
-                "other torch.stack([0 * z, z], -1) with their logits z."
+                "other torch.stack([0 * z, z], -1) with their logits z, and mask=, a function to ones."
             )
         return logits
 
@@ -340,6 +334,23 @@ class Distillation:
                 )
             return mask.bool(), examples
         return (None if examples is None else torch.ones_like(examples, dtype=torch.bool)), examples
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Switch the adapters of a model of peft off."""
+    if not hasattr(model, "disable_adapter"):
+        raise TypeError(
+            "teacher='base' needs a model of peft, whose adapters can be off; found "
+            f"{type(model).__name__}. Without a teacher, outputs are stored."
+        )
+    trained = [p.requires_grad for p in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:  # peft has all of the adapter trained again, also what is frozen
+        for p, was in zip(model.parameters(), trained, strict=True):
+            p.requires_grad_(was)
 
 
 def _indices(mask: Tensor | None) -> Tensor | None:
@@ -363,8 +374,9 @@ def _whole(logits: Any) -> Tensor:
     if logits.ndim < 2 or logits.shape[-1] < 2:
         raise ValueError(
             "logits must have shape (n, ..., classes), with at least two classes; found "
-            f"{tuple(logits.shape)}. For two classes with one logit z return torch.stack([0 * z, z], -1); "
-            "for scores pass your own loss, such as a squared difference."
+            f"{tuple(logits.shape)}. For two classes with one logit z return "
+            f"torch.{'stack' if logits.ndim < 2 else 'cat'}([0 * z, z], -1); for scores pass your own loss, "
+            "such as a squared difference."
         )
     return logits if mesh_of(logits) is None else logits.full_tensor()
 

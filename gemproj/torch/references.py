@@ -202,7 +202,7 @@ class _Writer:
         if not self._chats:
             return [({"input_ids": self._first + new}, new, new) for new in self._written([self._first] * n)]
         before = self._template(_MARK).partition(_MARK)[0]  # up to the content of a user's message
-        asked = self._written([self._ids(before)] * n)
+        asked = self._written([self._ids(before) or self._first] * n)
         said = [self._tokenizer.decode(new, skip_special_tokens=True).strip() for new in asked]
         # They may have more tokens when they are read again.
         said = [text for text in said if len(self._ids(text)) <= self._room]

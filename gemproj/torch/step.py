@@ -538,10 +538,11 @@ def _is_long(sol: Any, gram: Gram, h: Any, margin: Any) -> bool:
 
 def _check_optimizer(optimizer: Any) -> None:
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        name = type(optimizer).__name__
+        kind = type(optimizer)
         raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer with hooks; found {name}. If {name} wraps another "
-            "one, pass the inner one, or for Accelerate use gemproj.integrations.accelerate.Keeper."
+            f"optimizer must be a torch.optim.Optimizer with hooks; found {kind.__module__}.{kind.__name__}. "
+            "If it wraps another one, pass the inner one, or for Accelerate use "
+            "gemproj.integrations.accelerate.Keeper."
         )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if is_kind(getattr(hook, "__self__", None), _NAME):

@@ -19,7 +19,7 @@ from gemproj.backends.numba.jit import entry, fast
 _CHUNK, _PART = 1024, 1024
 # Bytes of a tile, and its minimum number of columns. It stays in a first-level cache, or, of columns of G for
 # stage 3, in a second-level cache.
-_TILE, _TURNED, _LEAST = 12 << 10, 96 << 10, 256
+_TILE, _TURNED, _LEAST = 12 << 10, 96 << 10, 128
 
 
 def number(entry):
@@ -49,6 +49,14 @@ def _rounded(value, like):
         return np.uint16((up if value == value else bits | np.uint32(0x400000)) >> np.uint32(16))
 
     return bits_of
+
+
+@fast
+def _room(rows, width):
+    """Return an array (rows, width) that begins at a cache line: others have half of their vectors on two."""
+    room = np.empty(rows * width + 8)
+    start = (-room.ctypes.data // 8) % 8
+    return room[start : start + rows * width].reshape((rows, width))
 
 
 @fast
@@ -163,7 +171,7 @@ def sum_products(
         height = first + -(-min(together, problems) // HEIGHT) * HEIGHT
     width = min(_CHUNK, max(_LEAST, _TILE // (8 * (first + together)) // MULTIPLE * MULTIPLE))
     groups = -(-height // HEIGHT)
-    tile, sums = np.empty((height, width)), np.empty((groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES))
+    tile, sums = _room(height, width), _room(groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES)
     if together > 1:
         tile[:] = 0.0
     few = together == 1 and 0 < t < HEIGHT and of_column == 1

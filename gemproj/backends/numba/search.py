@@ -10,7 +10,8 @@ from gemproj.backends import portable
 from gemproj.backends.numba.jit import compile_module
 from gemproj.backends.numba.threads import share_pieces
 
-_READS = 128  # time of a search per entry of the coordinates, in units of the time to read a number
+# Time of a search, and per entry of the coordinates, in units of the time to read a number.
+_CALL, _READS = 5_000, 128
 
 
 def _dot(u: Any, v: Any) -> float:
@@ -51,7 +52,7 @@ _solve = compile_module(_search, {**_LOOPS, "rotate": _rotate}).solve
 
 def _run(first: int, last: int, *arguments: Any) -> None:
     """Solve a batch as `gemproj._search.solve` does; threads share a large one."""
-    work = last * _READS * arguments[2].shape[1] * arguments[2].shape[2]
+    work = last * (_CALL + _READS * arguments[2].shape[1] * arguments[2].shape[2])
     share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, work)
 
 
