@@ -27,7 +27,9 @@ def namespace(a: Array, *others: Array) -> Any:
             return array_api_compat.array_namespace(*kinds.values())
         except TypeError:
             found = ", ".join(sorted(f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in kinds))
-            raise TypeError(f"All arrays must come from one library; found {found}. Convert some.") from None
+            raise TypeError(
+                f"All arrays must come from one library; found {found}. Convert them to one."
+            ) from None
     xp = _NAMESPACES.get(kind)
     if xp is None:
         xp = _NAMESPACES[kind] = array_api_compat.array_namespace(a)

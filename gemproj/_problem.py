@@ -208,8 +208,10 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
         )
     of_w = (d,) if w is None else tuple(w.shape)
     if of_w[-1:] != (d,) or len(of_w) > 1 + max(len(lead), len(batch)):
-        dense = " For a dense matrix W pass K = G W^-1 G' to solve_gram." if of_w == (d, d) else ""
-        raise ValueError(f"metric must have the shape of g, {of_g}, or ({d},); found {of_w}.{dense}")
+        raise ValueError(
+            f"metric must have the shape of g, {of_g}, or of one row; found {of_w}."
+            f"{' For a dense W pass K = G W^-1 G.T to solve_gram.' if of_w == (d, d) else ''}"
+        )
     shared = not lead and len(batch) > 0 and len(of_w) == 1
     if not shared and (lead != batch or (w is not None and of_w[:-1] != batch)):
         try:

@@ -228,6 +228,17 @@ class Named(nn.Module):
         return self.net(x)
 
 
+class Twin(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = self.b = nn.Parameter(torch.randn(6, 3).double())
+
+    def forward(self, x):
+        return (x @ self.a).tanh() + x @ self.b
+
+
 class Spare(nn.Linear):
     """A layer with another one inside, which it does not use."""
 
@@ -253,7 +264,8 @@ BY_VMAP = {
     "another dimension": (lambda: Around(lambda f, x: f(x.mT).mT.mean(2)), lambda: vectors(6, 3), EACH),
     "a layer that is not used": (lambda: Spare(6, 3).double(), lambda: vectors(6), EACH),
     "a mean": (mlp, lambda: vectors(6), loss),
-    "names of one weight": (Named, lambda: vectors(6), loss),
+    "names of one layer": (Named, lambda: vectors(6), loss),
+    "names of one weight": (Twin, lambda: vectors(6), EACH),
     "examples that depend on each other": (mlp, lambda: vectors(6), contrastive),
 }
 

@@ -27,7 +27,7 @@ from gemproj.integrations.accelerate import AcceleratedKeeper, read
 from gemproj.integrations.texts import Examples, base_of, listed
 from gemproj.torch.data import Collate, leaves_of, moved
 from gemproj.torch.keeper import CallbackBase, alike
-from gemproj.torch.losses import Distillation, without_adapters
+from gemproj.torch.losses import Distillation, has_teacher, without_adapters
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise
 from gemproj.torch.references import tokenizer_of, write_references
@@ -181,10 +181,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         rank, world = _place()
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
         n = self._written["limit"] or max(_TEXTS_WRITTEN // world, _FEWEST)
-        with self._training.vector().topology.agreement({}):
-            base = getattr(self.promise.loss, "teacher", None) is not None
-            with without_adapters(model) if base else nullcontext():
-                texts = write_references(model, tokenizer, n, seed=rank, cache=folder)
+        base = without_adapters(model) if has_teacher(self.promise.loss) else nullcontext()
+        with self._training.vector().topology.agreement({}), base:
+            texts = write_references(model, tokenizer, n, seed=rank, cache=folder)
         self.keep(texts, **self._written)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -157,8 +157,8 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
     loss = nn.ModuleList([model])
     loss.forward = lambda *given: call_loss(first.loss, model, given[0], len(first.at), *given[1:]).mean()
 
-    # Where each parameter is, by the names of modules that each stand once: `functional_call` with
-    # `tie_weights` leaves other weights behind in a module that has two names.
+    # Where each parameter is, in each module under its first name: `functional_call` with `tie_weights`
+    # leaves other weights behind in a module that has two names.
     at = {id(p): j for j, p in enumerate(G.vector.parameters)}
     places = {
         name: at[id(p)]

@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader
 from gemproj._arrays import wide_dtype
 from gemproj._warn import warn
 from gemproj.torch.data import PerExample, divided, leaves_of, moved, owned
-from gemproj.torch.losses import labelled_rows, model_loss, without_adapters
+from gemproj.torch.losses import Distillation, has_teacher, labelled_rows, model_loss, without_adapters
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, call_loss, explain
 from gemproj.torch.rows import evaluating, passes, reshard, seed
 from gemproj.torch.vector import ParameterVector
 
-# Number of examples whose labels are looked at together.
-_FETCHED = 64
+# Number of examples whose labels are looked at together, and with which adapters are compared.
+_FETCHED, _ADAPTED = 64, 4
 _OUTPUTS = "These are what loss.outputs returned: for other outputs, it must return a PerExample."
 _NO_LABEL = (
     "Check what the collate function or the chat template does to the labels: those of -100 are ignored."
@@ -60,8 +60,6 @@ def examine(
             kept.listed = isinstance(stored, PerExample)
             tensors = leaves_of(kept.examples[0], Tensor)
             there = moved(stored, vector.device if any(a.device.type != "cpu" for a in tensors) else "cpu")
-            if first and not topology.collective and hasattr(model, "disable_adapter"):
-                warn_of_adapters(batch, len(at), stored)
             found.extend(owned(there if kept.listed else divided(there, _OUTPUTS))[:weight])
         first = first and not topology.collective
         with torch.set_grad_enabled(first):
@@ -74,17 +72,6 @@ def examine(
         if first and value.ndim and len(at) > 2 and promise.allowed is not None and promise.examples:
             warn_of_others(value.detach(), stored is not None)
         return value
-
-    def warn_of_adapters(batch: Any, n: int, stored: Any) -> None:
-        """Warn if the model without its adapters is farther from the stored outputs than the tolerance."""
-        with without_adapters(model), torch.no_grad():
-            apart = float(call_loss(loss, model, batch, n, stored).mean())
-        if promise.allowed is not None and apart > promise.allowed:
-            warn(
-                f"{kept.name!r} keeps what the model says with its adapters, {apart:.2g} nats from what it "
-                "says without them. If the adapters are new, and begin at random as prompts do, keep the "
-                "model without them: Promise(Distillation(teacher='base'))."
-            )
 
     def warn_of_others(among_more: Tensor, stored: bool) -> None:
         """Warn if losses depend on the other examples of a batch, which change, by those of the first two."""
@@ -113,13 +100,29 @@ def examine(
                 "example at a time."
             )
         _check_finite(kept, numbers, loss, model, vector)
-        if outputs is not None and not found:  # a teacher, whose own loss is zero
+        if has_teacher(promise.loss):  # whose own loss is zero
             kept.losses = torch.zeros_like(kept.losses)
         kept.outputs = found
         kept.check_outputs()
         if kept.listed:  # without a position that counts
             full = [k for k, one in enumerate(kept.outputs) if any(leaf.numel() for leaf in tree_leaves(one))]
             _leave_out(kept, full, numbers)
+
+
+def warn_of_adapters(kept: KeptSet, model: nn.Module, vector: ParameterVector, loss: Loss) -> None:
+    """Warn if what is kept is not what the model says without its adapters of peft, which may be new."""
+    allowed, stored = kept.promise.allowed, isinstance(kept.promise.loss, Distillation) and kept.outputs
+    if allowed is None or vector.topology.collective or not (stored and hasattr(model, "peft_config")):
+        return
+    some = kept.part(list(range(min(len(kept), _ADAPTED))))
+    with without_adapters(model):
+        score = scored(model, vector, some, loss, None)
+    if (apart := score.mean - score.stored) > allowed:
+        warn(
+            f"{kept.name!r} keeps what the model says with its adapters, {apart:.2g} nats from what it says "
+            "without them. If the adapters are new, and begin at random as prompts do, keep the model "
+            "without them: Promise(Distillation(teacher='base'))."
+        )
 
 
 class Score(NamedTuple):

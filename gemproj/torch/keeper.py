@@ -20,7 +20,7 @@ from gemproj.methods import AnyMethod, as_method
 from gemproj.torch.data import Collate, read
 from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
-from gemproj.torch.keep import Score, examine, scored, trainable, undisturbed
+from gemproj.torch.keep import Score, examine, scored, trainable, undisturbed, warn_of_adapters
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise, as_promise
 from gemproj.torch.rows import Rows, unwrapped
@@ -168,6 +168,8 @@ class KeeperBase:
                 kept = KeptSet(name, chosen, examples, collate, [], losses, adapters(inner))
                 kept.own = promise is not None or (known is not None and known.own)
                 examine(kept, inner, vector, loss, self._microbatch, hold_out > 0.0)
+                if self._training.is_new:
+                    warn_of_adapters(kept, inner, vector, loss)
             with vector.topology.agreement({}):
                 if hold_out:
                     kept = _divided(kept, hold_out, self._random)
@@ -315,6 +317,7 @@ class KeeperBase:
         self.sets, self._random, self.history, self._forecast = sets, random, history, forecast
         if self._training is not None:
             self._training.change()
+            self._training.watch(anew=True)
             self._training.rows.clear()  # they may be of other sets
             self._training.warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}
 

@@ -336,6 +336,11 @@ class Distillation:
         return (None if examples is None else torch.ones_like(examples, dtype=torch.bool)), examples
 
 
+def has_teacher(loss: Any) -> bool:
+    """Return whether a loss compares with a teacher, and stores nothing."""
+    return isinstance(loss, Distillation) and loss.teacher is not None
+
+
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
     """Switch the adapters of a model of peft off."""

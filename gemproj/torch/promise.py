@@ -43,8 +43,8 @@ class Promise:
         Weight with which the gradient of the loss is added before the projection, as in replay: the lower
         bound of its multiplier (GEM's memory strength).
     tolerance : float, optional
-        The loss may rise up to a bound: its value when the examples were kept, plus the tolerance. By default
-        0.05 nats for a loss with stored outputs; for other losses no step raises the loss. Needs a loss with
+        The loss may rise up to a bound: its value when the examples were kept (zero with a teacher), plus the
+        tolerance. By default 0.05 nats for a loss with stored outputs; for other losses no step raises the loss. Needs a loss with
         one number per example.
     repair : float, default 1
         Fraction of the excess over the bound that one projected step removes, to first order, above 0 and at

@@ -243,6 +243,7 @@ class _Writer:
         words = sorted(self._tokenizer.get_vocab().items())
         about = (self._ends, self._first, self._pad, getattr(self._tokenizer, "chat_template", None), words)
         digest.update(repr((about, getattr(model, "generation_config", None))).encode())
+        digest.update(repr(getattr(model, "_adapters_disabled", None)).encode())  # those that are prompts
         for name, module in model.named_modules():  # layers of peft have several adapters
             if isinstance(active := getattr(module, "active_adapters", None), list):
                 digest.update(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from gemproj._arrays import on_host, wide_dtype
 from gemproj._warn import warn
@@ -32,7 +34,7 @@ class Training:
         self.last: Projection | None = None  # statistics of the last step, of all its optimizers
         # By kind of vector: names of the rows, and their last multipliers.
         self.warm: dict[str, tuple[list[Any], Any]] = {}
-        self._watched: Any = None  # number of steps, and sum of the weights, when sets were kept
+        self._watched: Any = None  # number of steps, and norm of the weights, when sets were kept
         self._again = False  # whether the next step looks, whatever `look` says
         self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
@@ -125,18 +127,22 @@ class Training:
         """Whether the first one of several optimizers steps, without a closure."""
         return len(self.steps) > 1 and len(self._stepped) == 1
 
-    def watch(self) -> None:
+    @property
+    def is_new(self) -> bool:
+        """Whether no step was taken."""
+        return self._begun == 0
+
+    def watch(self, anew: bool = False) -> None:
         """Warn if weights have changed since the last call, and no step of these optimizers was taken."""
-        vector = self.rows.vector
-        wide = wide_dtype(torch, vector.device)
-        now = self._begun, float(sum(p.sum(dtype=wide) for p in vector.local()))
-        if self._watched and self._watched[0] == now[0] and self._watched[1] != now[1]:
+        norms = [vector_norm(p, dtype=wide_dtype(torch, p.device)) for p in self.rows.vector.local()]
+        now = self._begun, math.hypot(*map(float, norms))  # parameters may be on several devices
+        had, self._watched = self._watched, None if anew else now
+        if had and had[0] == now[0] and not math.isclose(had[1], now[1], rel_tol=1e-12):
             warn(
                 "The weights have changed since the last keep, and the optimizer of this keeper took no "
                 "step: nothing was projected. For a new optimizer make a new keeper, and hand it the sets: "
                 "new.sets.update(keeper.sets). If you loaded the weights, ignore this."
             )
-        self._watched = now
 
     def change(self) -> None:
         """Have the next step compute all rows, because sets were kept, dropped or loaded."""
@@ -307,6 +313,8 @@ class Training:
             late = [loss - bound for step, loss, bound in points if step >= history.steps - last]
             kept = self.keeper.sets.get(name)
             allowed = kept and kept.promise.allowed  # of a tolerance of zero, rounding is an excess
+            if points and late and max(late) < points[0][1] - points[0][2]:
+                continue  # it began above its bound, and falls
             if allowed and sum(excess > allowed for excess in late) > 0.5 * len(late):
                 far[repr(name)] = max(late)
         if far:

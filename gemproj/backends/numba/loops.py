@@ -19,7 +19,7 @@ from gemproj.backends.numba.jit import entry, fast
 _CHUNK, _PART = 1024, 1024
 # Bytes of a tile, and its minimum number of columns. It stays in a first-level cache, or, of columns of G for
 # stage 3, in a second-level cache.
-_TILE, _TURNED, _LEAST = 12 << 10, 96 << 10, 128
+_TILE, _TURNED, _LEAST = 12 << 10, 96 << 10, 256
 
 
 def number(entry):
@@ -53,7 +53,7 @@ def _rounded(value, like):
 
 @fast
 def _room(rows, width):
-    """Return an array (rows, width) that begins at a cache line: others have half of their vectors on two."""
+    """Return an array (rows, width) that begins at a cache line, so that no vector lies on two."""
     room = np.empty(rows * width + 8)
     start = (-room.ctypes.data // 8) % 8
     return room[start : start + rows * width].reshape((rows, width))

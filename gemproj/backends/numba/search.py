@@ -10,7 +10,7 @@ from gemproj.backends import portable
 from gemproj.backends.numba.jit import compile_module
 from gemproj.backends.numba.threads import share_pieces
 
-# Time of a search, and per entry of the coordinates, in units of the time to read a number.
+# Time of a search, and of each entry of the coordinates, in units of the time to read a number.
 _CALL, _READS = 5_000, 128
 
 
