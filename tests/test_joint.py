@@ -265,7 +265,7 @@ BY_VMAP = {
     "a layer that is not used": (lambda: Spare(6, 3).double(), lambda: vectors(6), EACH),
     "a mean": (mlp, lambda: vectors(6), loss),
     "names of one layer": (Named, lambda: vectors(6), loss),
-    "names of one weight": (Twin, lambda: vectors(6), EACH),
+    "names of one weight": (Twin, lambda: vectors(6), loss),
     "examples that depend on each other": (mlp, lambda: vectors(6), contrastive),
 }
 

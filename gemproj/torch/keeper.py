@@ -317,7 +317,7 @@ class KeeperBase:
         self.sets, self._random, self.history, self._forecast = sets, random, history, forecast
         if self._training is not None:
             self._training.change()
-            self._training.watch(anew=True)
+            self._training.watched = None  # weights are loaded, too
             self._training.rows.clear()  # they may be of other sets
             self._training.warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}
 

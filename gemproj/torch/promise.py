@@ -44,8 +44,8 @@ class Promise:
         bound of its multiplier (GEM's memory strength).
     tolerance : float, optional
         The loss may rise up to a bound: its value when the examples were kept (zero with a teacher), plus the
-        tolerance. By default 0.05 nats for a loss with stored outputs; for other losses no step raises the loss. Needs a loss with
-        one number per example.
+        tolerance. By default 0.05 nats for a loss with stored outputs; for other losses no step raises the
+        loss. Needs a loss with one number per example.
     repair : float, default 1
         Fraction of the excess over the bound that one projected step removes, to first order, above 0 and at
         most 1. With momentum or Adam, a projected gradient removes more or less than that, as it is not the

@@ -34,7 +34,7 @@ class Training:
         self.last: Projection | None = None  # statistics of the last step, of all its optimizers
         # By kind of vector: names of the rows, and their last multipliers.
         self.warm: dict[str, tuple[list[Any], Any]] = {}
-        self._watched: Any = None  # number of steps, and norm of the weights, when sets were kept
+        self.watched: Any = None  # number of steps, and norm of the weights, when sets were kept
         self._again = False  # whether the next step looks, whatever `look` says
         self._begun = 0  # steps since attaching
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
@@ -132,11 +132,11 @@ class Training:
         """Whether no step was taken."""
         return self._begun == 0
 
-    def watch(self, anew: bool = False) -> None:
+    def watch(self) -> None:
         """Warn if weights have changed since the last call, and no step of these optimizers was taken."""
         norms = [vector_norm(p, dtype=wide_dtype(torch, p.device)) for p in self.rows.vector.local()]
         now = self._begun, math.hypot(*map(float, norms))  # parameters may be on several devices
-        had, self._watched = self._watched, None if anew else now
+        had, self.watched = self.watched, now
         if had and had[0] == now[0] and not math.isclose(had[1], now[1], rel_tol=1e-12):
             warn(
                 "The weights have changed since the last keep, and the optimizer of this keeper took no "
