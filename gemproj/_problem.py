@@ -207,10 +207,11 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
             f"{' If g is a column, pass g[:, 0].' if column else ''}"
         )
     of_w = (d,) if w is None else tuple(w.shape)
-    if of_w[-1:] != (d,) or len(of_w) > 1 + max(len(lead), len(batch)):
+    dense = of_w == (d, d) and not (lead or batch)
+    if of_w[-1:] != (d,) or dense:
         raise ValueError(
-            f"metric must have the shape of g, {of_g}, or of one row; found {of_w}."
-            f"{' For a dense W pass K = G W^-1 G.T to solve_gram.' if of_w == (d, d) else ''}"
+            f"metric must have the shape of g, {of_g}; found {of_w}."
+            f"{' For a dense W pass K = G W^-1 G.T to solve_gram.' if dense else ''}"
         )
     shared = not lead and len(batch) > 0 and len(of_w) == 1
     if not shared and (lead != batch or (w is not None and of_w[:-1] != batch)):

@@ -27,7 +27,7 @@ def test_a_prepared_optimizer_is_for_the_object_of_accelerate(tmp_path):
     assert driver.hooks()
     gemproj.torch.detach(driver.optimizer)
     assert not driver.hooks()
-    with pytest.raises(TypeError, match=r"AcceleratedOptimizer wraps another .*accelerate.Keeper"):
+    with pytest.raises(TypeError, match=r"AcceleratedOptimizer. If it wraps another .*accelerate.Keeper"):
         gemproj.torch.Keeper(driver.model, driver.optimizer)
     with pytest.raises(TypeError, match="accelerator must be an Accelerator; found Net"):
         Keeper(driver.model, driver.model, driver.optimizer)

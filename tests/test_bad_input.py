@@ -70,7 +70,6 @@ WRONG_VALUES = [
     (lambda: project(G, g, out=np.empty(5, np.float32)), "found .* float32"),
     (lambda: project(G, g, metric=np.ones(4)), r"metric must have the shape of g, \(5,\)"),
     (lambda: project(G, g, metric=np.eye(5) + 1), r"found \(5, 5\). For a dense W .* solve_gram"),
-    (lambda: project(G, g, metric=np.ones((7, 5))), r"metric must have the shape of g, .* found \(7, 5\)"),
     (lambda: project(G, g, metric=np.zeros(5)), "metric must be positive and finite everywhere"),
     (lambda: project(G, g, metric=np.full(5, np.inf)), "metric must be positive and finite"),
     (lambda: project([G, G], [g, g], out=[g, g[:2]]), r"out\[1\] must have the shape"),

@@ -39,6 +39,7 @@ def test_problems(kind):
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:After 20 steps")  # the rates are high
+@pytest.mark.filterwarnings("ignore:.*keeps what the model says with its adapters")  # which are not new
 @pytest.mark.parametrize("name", golden.TRAININGS)
 def test_trainings(name):
     for module in ("torch", "transformers", "peft")[: 3 if golden.TRAININGS[name][-1] else 1]:
