@@ -385,6 +385,16 @@ def test_a_rate_is_judged_again_after_a_warm_up():
         take(model, optimizer, rival(task(1)))
 
 
+def test_a_loss_that_began_above_its_bound_and_falls_is_not_a_matter_of_the_rate():
+    model, optimizer, keeper = begin(EACH, [task(1)], tolerance=0.001, repair=0.05)
+    unlearn(model, sgd(model.parameters()), task(1), 30)
+    for _ in range(21):
+        take(model, optimizer, rival(task(1)))
+    points = keeper.history.points()[0]
+    excess = [loss - bound for _, loss, bound in points]
+    assert 0.01 < excess[-1] < 0.9 * excess[0]
+
+
 @pytest.mark.parametrize("closure", [False, True])
 def test_warnings_point_at_the_line_of_the_user(closure):
     model = perceptron()

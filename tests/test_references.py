@@ -393,6 +393,19 @@ def test_teacher_without_adapters():
         Distillation(teacher="model")
 
 
+def test_adapters_that_are_put_into_a_model_are_kept_with_it():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
+    model = peft.inject_adapter_in_model(config, tools()[0])
+    batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
+    trained = [p for name, p in model.named_parameters() if "lora_" in name]
+    for p in model.parameters():
+        p.requires_grad_(any(p is one for one in trained))
+    keeper = Keeper(model, torch.optim.AdamW(trained))
+    keeper.keep([batch], Promise(Distillation(), tolerance=1e-9), name="chat")
+    assert len(keeper.sets["chat"].outputs) == 3
+
+
 def test_one_line(tmp_path, monkeypatch):
     """Without data, the callback of the Trainer lets the model write what it keeps, and logs what is held out."""
     transformers = pytest.importorskip("transformers")

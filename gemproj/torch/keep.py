@@ -112,7 +112,9 @@ def examine(
 def warn_of_adapters(kept: KeptSet, model: nn.Module, vector: ParameterVector, loss: Loss) -> None:
     """Warn if what is kept is not what the model says without its adapters of peft, which may be new."""
     allowed, stored = kept.promise.allowed, isinstance(kept.promise.loss, Distillation) and kept.outputs
-    if allowed is None or vector.topology.collective or not (stored and hasattr(model, "peft_config")):
+    # Adapters that transformers or peft have put into a model cannot be switched off in this way.
+    switched = hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+    if allowed is None or vector.topology.collective or not (stored and switched):
         return
     some = kept.part(list(range(min(len(kept), _ADAPTED))))
     with without_adapters(model):
