@@ -405,9 +405,8 @@ class ProjectedStep:
         gradient of the new loss, and a multiplier of 1 would move them by ``lr / eps`` times the row. With
         the minimum, a multiplier of 1 moves an entry by at most the learning rate, as Adam does.
         """
-        # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process has
-        # the moments of some parameters.
-        if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
+        # There, each process has the moments of some parameters.
+        if type(self.optimizer).__name__ == "ZeroRedundancyOptimizer":
             return None
         vector, states, found, (w, shares) = self._vector, self.optimizer.state, [], self._vector.weights
         for p, shape, part, group, moves in zip(
@@ -516,10 +515,8 @@ class ProjectedStep:
 
 def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]) -> Problem:
     """Return the problem of projecting v in some columns."""
-    if columns == rows.vector.columns:
-        return check_problem(rows.G, v, weights)
-    some = None if weights is None else [weights[at] for at in columns]
-    return check_problem([rows.G[:, at] for at in columns], [v[at] for at in columns], some)
+    given = rows.G, v, weights
+    return check_problem(*([a[..., at] for at in columns] for a in given if a is not None))
 
 
 def _is_long(sol: Any, gram: Gram, h: Any, margin: Any) -> bool:
