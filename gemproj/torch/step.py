@@ -221,11 +221,11 @@ class ProjectedStep:
         self.calls += 1
         if self.early:
             return None
-        self._look()
         closure = next((a for a in [*args, *kwargs.values()] if callable(a)), None)
         if closure is None:
-            self.project_gradient()
+            self.begin()
             return None
+        self._look()
 
         def projecting() -> Any:
             loss = closure()
@@ -260,32 +260,27 @@ class ProjectedStep:
     @torch.no_grad()
     def project_gradient(self) -> None:
         """Project the gradient, and clip it."""
-        start, rows, keeper, vector = time.perf_counter(), self._rows, self._training.keeper, self._vector
-        if rows is None:
-            if keeper.project and len(self._training.rows):  # a step that is left alone
-                try:
-                    self._check_finite(None)
-                except ValueError as error:
-                    self._refuse(error)
-            self._clip()
-            return
-        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        self._groups = [groups.get(id(p)) for p in vector.parameters]
-        held = [group is not None for group in self._groups]
-        self._solution, changed = None, False
-        if any(p.grad is not None for p in vector.parameters):
+        start, rows, training, vector = time.perf_counter(), self._rows, self._training, self._vector
+        keeper, self._solution = training.keeper, None
+        if rows is not None:
+            groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+            self._groups = [groups.get(id(p)) for p in vector.parameters]
+        if len(training.rows) and any(p.grad is not None for p in vector.parameters):
             try:
-                if keeper.on == "step" or self._training.is_first_part:
+                # A projection of the gradient would tell, but not of another optimizer's part.
+                if rows is None or keeper.on == "step" or training.is_first_part:
                     self._check_finite(rows)
-                if keeper.on != "step":
+                if rows is not None and keeper.on != "step":
+                    held = [group is not None for group in self._groups]
                     self._solution, changed = self._solve("gradient", rows, vector.read_gradient(), held)
+                    if changed:
+                        vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
             except ValueError as error:
                 if keeper.project:
                     self._refuse(error)
-        if changed:
-            vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
         self._clip()
-        self._moving = self._moves()
+        if rows is not None:
+            self._moving = self._moves()
         self._seconds += time.perf_counter() - start
 
     @torch.compiler.disable
@@ -308,7 +303,7 @@ class ProjectedStep:
                 vector.assign(vector.before.parts)
                 if not isinstance(error, ValueError):
                     raise
-                self._refuse_step(step, error)
+                self._refuse(error, step)
             if changed:
                 vector.take_step()
                 step = vector.read_step()
@@ -482,35 +477,31 @@ class ProjectedStep:
             what = "G is not finite: row {}." if found[0] else "The gradient is not finite."
             raise ValueError(what.format(found[0] - 1))
 
-    def _refuse_step(self, step: Tensor, error: ValueError) -> NoReturn:
-        """Raise an error that names the parameter whose step is not finite, or the sets of rows."""
-        parts = zip(self._vector.names, self._vector.split(step), strict=True)
+    def _refuse(self, error: ValueError, step: Tensor | None = None) -> NoReturn:
+        """Raise an error that names the parameter whose gradient or step is wrong, or the sets of rows."""
+        training, vector, said = self._training, self._vector, str(error)
+        if "row" in said and training.rows.names:
+            named = ", row ".join(f"{k} is of {name!r}" for k, name in enumerate(training.rows.names[:20]))
+            said += f" Row {named}."
+            said += "" if training.terms.tolerance is None else " h comes from their tolerances."
+        held = zip(vector.names, vector.parameters, strict=True)
+        gradients = ((name, local(p.grad)) for name, p in held if p.grad is not None)
+        parts = gradients if step is None else zip(vector.names, vector.split(step), strict=True)
         wrong = next((name for name, part in parts if not part.isfinite().all()), None)
-        why = f"Here g is the step: {error}{self._named_rows(str(error))}"
-        if wrong is not None:
-            why = f"It is not finite in {wrong}: lower its learning rate, or keep weights in float32."
-        raise ValueError(
-            f"A step of {type(self.optimizer).__name__} could not be projected and was undone, but not in "
-            f"the optimizer's state. {why}"
-        ) from error
-
-    def _refuse(self, error: ValueError) -> NoReturn:
-        """Raise an error that names the parameter whose gradient is not finite, or the sets of rows."""
-        for name, p in zip(self._vector.names, self._vector.parameters, strict=True):
-            if p.grad is not None and not local(p.grad).isfinite().all():
-                raise ValueError(
-                    f"The gradient of {name} is not finite, so this step was not taken; weights and the "
-                    "optimizer's state are as before. Leave out this batch, or lower the learning rate."
-                ) from error
-        raise ValueError(f"{error}{self._named_rows(str(error))}") from error
-
-    def _named_rows(self, message: str) -> str:
-        """Return the sets of the rows as text to append to a message with row numbers; empty if unknown."""
-        names, tolerance = self._training.rows.names, self._training.terms.tolerance
-        if not names or "row" not in message:
-            return ""
-        named = ", row ".join(f"{k} is of {name!r}" for k, name in enumerate(names[:20]))
-        return f" Row {named}.{'' if tolerance is None else ' h comes from their tolerances.'}"
+        if step is not None:
+            why = f"Here g is the step: {said}"
+            if wrong is not None:
+                why = f"It is not finite in {wrong}: lower its learning rate, or keep weights in float32."
+            said = (
+                f"A step of {type(self.optimizer).__name__} could not be projected and was undone, but not "
+                f"in the optimizer's state. {why}"
+            )
+        elif wrong is not None:
+            said = (
+                f"The gradient of {wrong} is not finite, so this step was not taken; weights and the "
+                "optimizer's state are as before. Leave out this batch, or lower the learning rate."
+            )
+        raise ValueError(said) from error
 
 
 def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]) -> Problem:
