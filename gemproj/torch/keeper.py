@@ -78,13 +78,7 @@ class KeeperBase:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; a copy is not attached."""
-        gone = dict.fromkeys(("_training", "_group"))
-        return self.__dict__ | gone | {"_random": self._random.get_state()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state of a copy."""
-        self.__dict__.update(state, _random=torch.Generator())
-        self._random.set_state(state["_random"])
+        return self.__dict__ | dict.fromkeys(("_training", "_group"))
 
     @property
     def last(self) -> Projection | None:
