@@ -162,7 +162,7 @@ class KeeperBase:
                 kept = KeptSet(name, chosen, examples, collate, [], losses, adapters(inner))
                 kept.own = promise is not None or (known is not None and known.own)
                 examine(kept, inner, vector, loss, self._microbatch, hold_out > 0.0)
-                if self._training.is_new:
+                if self._training.begun == 0:
                     warn_of_adapters(kept, inner, vector, loss)
             with vector.topology.agreement({}):
                 if hold_out:
@@ -176,7 +176,6 @@ class KeeperBase:
             self.history.forget(name)
         self.sets[name] = kept
         self._forecast.forget(name)
-        self._training.change()
 
     def forget(self, name: Hashable) -> None:
         """Drop a set: its promise ends."""
@@ -310,7 +309,6 @@ class KeeperBase:
             )
         self.sets, self._random, self.history, self._forecast = sets, random, history, forecast
         if self._training is not None:
-            self._training.change()
             self._training.watched = None  # weights are loaded, too
             self._training.rows.clear()  # they may be of other sets
             self._training.warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}

@@ -17,7 +17,7 @@ from gemproj.torch.promise import Loss, Promise
 _STORED = ("name", "examples", "outputs", "losses", "adapter", "own", "batches", "listed", "queue")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class KeptSet:
     """The examples of one `keep`, each with the output and the loss of the model when it was kept.
 

@@ -35,8 +35,10 @@ class Training:
         # By kind of vector: names of the rows, and their last multipliers.
         self.warm: dict[str, tuple[list[Any], Any]] = {}
         self.watched: Any = None  # number of steps, and norm of the weights, when sets were kept
+        self.begun = 0  # steps since attaching
         self._again = False  # whether the next step looks, whatever `look` says
-        self._begun = 0  # steps since attaching
+        # All sets by name, and the active ones, of the last look; None if an error has dropped its rows.
+        self._sets: tuple[list[Any], list[Any]] | None = None
         self._stepped = set[int]()  # the optimizers that have used the rows since the last backward pass
         self._noise: Any = None  # norm of the rounding of the weights
         self._losses: list[Loss] = []  # of the sets whose rows are computed, as in training
@@ -109,8 +111,7 @@ class Training:
                 f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
                 "optimizer."
             )
-        self.rows, self.warm = Rows(vector), {}
-        self.change()
+        self.rows, self.warm, self._sets = Rows(vector), {}, None
         self._known = self._parameters()
         for step in self.steps:
             step.use(vector)
@@ -127,15 +128,10 @@ class Training:
         """Whether the first one of several optimizers steps, without a closure."""
         return len(self.steps) > 1 and len(self._stepped) == 1
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no step was taken."""
-        return self._begun == 0
-
     def watch(self) -> None:
         """Warn if weights have changed since the last call, and no step of these optimizers was taken."""
         norms = [vector_norm(p, dtype=wide_dtype(torch, p.device)) for p in self.rows.vector.local()]
-        now = self._begun, math.hypot(*map(float, norms))  # parameters may be on several devices
+        now = self.begun, math.hypot(*map(float, norms))  # parameters may be on several devices
         had, self.watched = self.watched, now
         if had and had[0] == now[0] and not math.isclose(had[1], now[1], rel_tol=1e-12):
             warn(
@@ -143,10 +139,6 @@ class Training:
                 "step: nothing was projected. For a new optimizer make a new keeper, and hand it the sets: "
                 "new.sets.update(keeper.sets). If you loaded the weights, ignore this."
             )
-
-    def change(self) -> None:
-        """Have the next step compute all rows, because sets were kept, dropped or loaded."""
-        self._changed = True
 
     def look_again(self) -> None:
         """Have the next step compute all rows, unless another process may not know of it."""
@@ -156,8 +148,7 @@ class Training:
         self._again = self._again or agrees or vector.topology.world == 1
 
     def forget(self, name: Hashable) -> None:
-        """Drop the multipliers of a set, and have the next step compute all rows."""
-        self.change()
+        """Drop the multipliers of a set."""
         for kind, (names, lam) in self.warm.items():
             self.warm[kind] = [None if had == name else had for had in names], lam
 
@@ -170,40 +161,41 @@ class Training:
         self._stepped.clear()
         if self._parameters() != self._known:
             self._renew()
-        if self._begun == 0:
+        if self.begun == 0:
             self._begin()
-        if self._begun in keeper._soon and keeper.project:
+        if self.begun in keeper._soon and keeper.project:
             self._tell_rate()
-        self._begun += 1
+        self.begun += 1
         self.rows.ages = [age + 1 for age in self.rows.ages]
         sets = self.active()
-        due = self._due(sets)
+        now = list(keeper.sets.items()), list(sets)
+        due = self._due(self._again or now != self._sets)
         if due is None or any(due):
-            self._compute(sets, due)
+            fresh, self._sets = now != self._sets, None
+            self._compute(sets, due, fresh)
+            self._sets, self._again = now, False
         elif keeper.look == "auto":
             keeper.history.wait(self.rows.names)
             return None
         self._stepped.add(id(step))
         return self.rows if len(self.rows) else None
 
-    def _due(self, sets: Mapping[Hashable, KeptSet]) -> list[bool] | None:
-        """Return which rows are computed in a step that begins; None for those of all sets."""
+    def _due(self, whole: bool) -> list[bool] | None:
+        """Return which rows are computed in a step that begins; None for all, as if they must be `whole`."""
         keeper, rows = self.keeper, self.rows
-        others = self._changed or self._again or list(sets) != rows.names
         if keeper.look != "auto":
-            return None if others or max(rows.ages, default=0) >= keeper.look else [False] * len(rows)
+            return None if whole or max(rows.ages, default=0) >= keeper.look else [False] * len(rows)
         # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
         if not len(rows) or self.terms.tolerance is None or len(self.steps) > 1:
             return None
-        if others and rows.vector.topology.world == 1:
+        if whole and rows.vector.topology.world == 1:
             return None
-        due: list[bool] = keeper._forecast.due(rows, self.terms, others)
-        return None if others else due
+        due: list[bool] = keeper._forecast.due(rows, self.terms, whole)
+        return None if whole else due
 
-    def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None) -> None:
-        """Compute the rows that are due, those of all sets for None."""
+    def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None, fresh: bool) -> None:
+        """Compute the rows that are due, those of all sets for None; `fresh` if they are other sets."""
         keeper, rows, topology = self.keeper, self.rows, self.rows.vector.topology
-        fresh = self._changed or list(sets) != rows.names  # also after an error, which drops all rows
         (inner, parallel), scaler = unwrapped(self.model), self._scaler
         if getattr(getattr(parallel, "_join_config", None), "enable", False):
             raise ValueError(
@@ -224,7 +216,6 @@ class Training:
         # Losses are scaled as in training with a scaler.
         scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
         rows.fill(inner, draws, list(sets), microbatch=keeper._microbatch, scale=scale, joint=self.joint)
-        self._changed = self._again = False
         if keeper.look == "auto" and self.terms.tolerance is not None:
             keeper._forecast.take(rows, due, self.terms.tolerance)
 
@@ -281,7 +272,7 @@ class Training:
         """Take the statistics of a step, and update the losses to first order."""
         rows = self.rows
         assert rows.norms is not None
-        if self._noise is None or self._begun % 100 == 0:  # it changes slowly, and takes long
+        if self._noise is None or self.begun % 100 == 0:  # it changes slowly, and takes long
             self._noise = rows.vector.rounding()
         part = Projection(
             names=rows.names,
@@ -298,7 +289,7 @@ class Training:
             _solution=step if gradient is None else gradient,
             _step=step,
         )
-        before = self.last if len(self.steps) > 1 and len(self._stepped) > 1 else None
+        before = self.last if len(self._stepped) > 1 else None
         self.last = part if before is None else before.with_part(part)
         self.keeper.history.add(self.last, before)
         if self.keeper.look == "auto":
@@ -307,7 +298,7 @@ class Training:
 
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
-        soon, history, far = self._begun, self.keeper.history, dict[str, float]()
+        soon, history, far = self.begun, self.keeper.history, dict[str, float]()
         last = min(soon // 2, max(10, soon // 20))  # steps that are judged; a history has some of many
         for name, points in history.points().items():
             late = [loss - bound for step, loss, bound in points if step >= history.steps - last]
