@@ -276,21 +276,21 @@ class KeeperBase:
         sets: dict[Hashable, KeptSet] = {}
         for one in state["sets"]:
             name = one["name"]
-            known = self.sets.get(name)
-            if known is None and one["own"]:
-                raise ValueError(
-                    f"The set {name!r} had a promise of its own, which is not in a state. Before loading "
-                    f"call keep(..., name={name!r}) as the saved training did."
-                )
-            collate = self._collate if known is None else known.collate
+            known, lacks = self.sets.get(name), ""
+            promise, collate = self.promise, self._collate
+            if known is not None:
+                promise, collate = known.promise, known.collate
+            elif one["own"]:
+                lacks = f"The set {name!r} had a promise of its own"
             if not one["collated"]:
                 collate = default_collate
             elif collate in (None, default_collate):
+                lacks = f"The examples of {name!r} were kept with a collate function"
+            if lacks:
                 raise ValueError(
-                    f"The examples of {name!r} were kept with a collate function, which is not in a state. "
-                    f"Before loading call keep(..., name={name!r}) as the saved training did."
+                    f"{lacks}, which is not in a state. Before loading call keep(..., name={name!r}) as the "
+                    "saved training did."
                 )
-            promise = self.promise if known is None else known.promise
             sets[name] = KeptSet.from_state_dict(one, promise, collate)
         random = torch.Generator()
         random.set_state(state["random"].cpu())
