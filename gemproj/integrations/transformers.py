@@ -199,9 +199,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Raise if ``optimizer.step()`` did not take the step; the check does not synchronise a device."""
         _clip_again(args)
-        calls = self._steps[0].calls if self._steps else 0
-        if calls > self._noted:
-            self._noted, self._noted_at = calls, state.global_step
+        begun = 0 if self._training is None else self._training.begun
+        if begun > self._noted:
+            self._noted, self._noted_at = begun, state.global_step
         elif self._noted_at != state.global_step and not getattr(optimizer, "step_was_skipped", False):
             raise RuntimeError(
                 f"The steps of optim={args.optim!r} are not taken by optimizer.step(), so they cannot be "

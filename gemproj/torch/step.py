@@ -171,7 +171,6 @@ class ProjectedStep:
         self.max_norm: float | None = None  # to which the next gradient is clipped after its projection
         self.norm: Tensor | None = None  # the last one before clipping
         self.early = False  # whether a framework calls `begin` before it clips, in place of the hook
-        self.calls = 0  # of ``optimizer.step()``
         self._clipped: Any = 1.0  # the factor by which clipping multiplied the gradient
         # Of the step between the hooks: its rows, None if it is left alone; the group of each parameter, or
         # None, and whether it moves; the solution for the gradient; and the seconds so far.
@@ -216,10 +215,7 @@ class ProjectedStep:
     @torch.no_grad()
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Before the step: compute the rows, and project the gradient, if need be after a closure made it."""
-        if is_within(optimizer):
-            return None
-        self.calls += 1
-        if self.early:
+        if self.early or is_within(optimizer):
             return None
         closure = next((a for a in [*args, *kwargs.values()] if callable(a)), None)
         if closure is None:
@@ -297,13 +293,14 @@ class ProjectedStep:
         if training.keeper.on != "gradient":
             try:
                 solution, changed = self._solve("step", rows, step, self._moving, self._metric(rows))
-            except BaseException as error:  # also Ctrl-C
-                if isinstance(error, ValueError) and not training.keeper.project:
-                    return
+            except ValueError as error:
+                if training.keeper.project:
+                    vector.assign(vector.before.parts)
+                    self._refuse(error, step)
+                return
+            except BaseException:  # also Ctrl-C
                 vector.assign(vector.before.parts)
-                if not isinstance(error, ValueError):
-                    raise
-                self._refuse(error, step)
+                raise
             if changed:
                 vector.take_step()
                 step = vector.read_step()
@@ -421,9 +418,6 @@ class ProjectedStep:
             found.append((part, second, group["betas"][1], count, group["eps"], group["lr"]))
         # On a CPU, a norm over the first dimension takes a hundred times as long.
         torch.maximum(rows.G.amax(0), rows.G.amin(0).neg_(), out=w)
-        for part, moves in zip(shares, self._moving, strict=True):
-            if not moves:
-                part.fill_(1.0)
         if found:
             parts, seconds, betas, counts, eps, rates = map(list, zip(*found, strict=True))
             counts, rates = _numbers(counts, w.device), _numbers(rates, w.device)
