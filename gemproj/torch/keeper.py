@@ -72,6 +72,8 @@ class KeeperBase:
         self.history = History()
         self._random = torch.Generator().manual_seed(0)
         self._forecast = Forecast()
+        # By kind of vector: names of the rows, and their last multipliers.
+        self._warm: dict[str, tuple[list[Any], Any]] = {}
         self._collate: Collate | None = None  # for sets of a state
         self._pending: list[Any] = []  # arguments of `keep`, for the training that begins next
         self._training: Training | None = None  # the last one
@@ -183,9 +185,9 @@ class KeeperBase:
             raise KeyError(f"no set is named {name!r}; found {list(self.sets)}")
         self.history.forget(name)
         self._forecast.forget(name)
+        for kind, (names, lam) in self._warm.items():
+            self._warm[kind] = [None if had == name else had for had in names], lam
         del self.sets[name]
-        if self._training is not None:
-            self._training.forget(name)
 
     def report(self) -> Report:
         """Return a report on each promise; it prints as a table, and its ``plot()`` draws the losses.
@@ -255,14 +257,13 @@ class KeeperBase:
         ``torch.load(..., weights_only=True)`` can read it if the examples are nestings of tensors, numbers
         and strings. To resume, keep the same sets in the same way, then load the state.
         """
-        last = {} if self._training is None else self._training.warm
         if self._training is not None:
             self._training.look_again()
         return {
             "sets": [kept.state_dict() for kept in self.sets.values()],
             "random": self._random.get_state(),
             "history": self.history.state_dict(),
-            "warm": {kind: (list(names), torch.as_tensor(lam).cpu()) for kind, (names, lam) in last.items()},
+            "warm": {kind: (names, torch.as_tensor(lam).cpu()) for kind, (names, lam) in self._warm.items()},
             "forecast": self._forecast.state_dict(),
             "processes": self._world(),
         }
@@ -308,10 +309,10 @@ class KeeperBase:
                 "now: it lacks the examples that the other processes kept."
             )
         self.sets, self._random, self.history, self._forecast = sets, random, history, forecast
+        self._warm = dict(state["warm"])
         if self._training is not None:
             self._training.watched = None  # weights are loaded, too
             self._training.rows.clear()  # they may be of other sets
-            self._training.warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}
 
     def _world(self) -> int:
         """Return the number of processes that train together."""

@@ -356,7 +356,7 @@ class ProjectedStep:
                 f"because their gradients oppose each other. This step {done}."
             )
         warn_if_missed(sol)
-        training.warm[kind] = list(rows.names), sol.multipliers
+        keeper._warm[kind] = rows.names, sol.multipliers
         # On a device, reading the multipliers would synchronise, so x is always written.
         changed = keeper.project and (vector.device.type != "cpu" or bool(sol.multipliers.any()))
         if changed:
@@ -404,7 +404,7 @@ class ProjectedStep:
         for p, shape, part, group, moves in zip(
             vector.parameters, vector.shapes, shares, self._groups, self._moving, strict=True
         ):
-            if group is None or not moves:
+            if not moves:
                 continue
             state = states.get(p, {})
             second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))

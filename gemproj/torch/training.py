@@ -32,8 +32,6 @@ class Training:
         self.keeper, self.model, self._scaler = keeper, model, scaler
         self.terms, self.joint = Terms(), SharedPasses()
         self.last: Projection | None = None  # statistics of the last step, of all its optimizers
-        # By kind of vector: names of the rows, and their last multipliers.
-        self.warm: dict[str, tuple[list[Any], Any]] = {}
         self.watched: Any = None  # number of steps, and norm of the weights, when sets were kept
         self.begun = 0  # steps since attaching
         self._again = False  # whether the next step looks, whatever `look` says
@@ -111,7 +109,7 @@ class Training:
                 f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
                 "optimizer."
             )
-        self.rows, self.warm, self._sets = Rows(vector), {}, None
+        self.rows, self.keeper._warm, self._sets = Rows(vector), {}, None
         self._known = self._parameters()
         for step in self.steps:
             step.use(vector)
@@ -146,11 +144,6 @@ class Training:
         # With "auto" processes agree on the looks of a step, on a device only one step later.
         agrees = self.keeper.look == "auto" and vector.device.type != "cuda"
         self._again = self._again or agrees or vector.topology.world == 1
-
-    def forget(self, name: Hashable) -> None:
-        """Drop the multipliers of a set."""
-        for kind, (names, lam) in self.warm.items():
-            self.warm[kind] = [None if had == name else had for had in names], lam
 
     def look(self, step: ProjectedStep) -> Rows | None:
         """Return the rows for a step that begins, computed now if they are due; None to leave it alone."""
@@ -259,9 +252,9 @@ class Training:
 
     def warm_start(self, kind: str, names: list[Any]) -> Any:
         """Return the last multipliers of each set, zero for a new one; None if there are none."""
-        if kind not in self.warm:
+        if kind not in self.keeper._warm:
             return None
-        had, last = self.warm[kind]
+        had, last = self.keeper._warm[kind]
         lam, device = torch.as_tensor(last), self.rows.vector.device  # a state has them on the CPU
         if had != names:
             known = dict(zip(had, lam, strict=True))
