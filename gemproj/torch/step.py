@@ -500,8 +500,9 @@ class ProjectedStep:
 
 def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]) -> Problem:
     """Return the problem of projecting v in some columns."""
-    given = rows.G, v, weights
-    return check_problem(*([a[..., at] for at in columns] for a in given if a is not None))
+    given = [[a[..., at] for at in columns] for a in (rows.G, v, weights) if a is not None]
+    # Arrays are checked in a quarter of the time of lists.
+    return check_problem(*(blocks[0] if len(columns) == 1 else blocks for blocks in given))
 
 
 def _is_long(sol: Any, gram: Gram, h: Any, margin: Any) -> bool:
