@@ -152,8 +152,7 @@ class KeeperBase:
         if name is None:
             name = next(k for k in itertools.count(len(self.sets)) if k not in self.sets)
         before = self._random.get_state()
-        facts = {"option tolerance": chosen.allowed is not None, "option microbatch": self._microbatch}
-        facts["option examples"] = chosen.examples
+        facts = {"promises": chosen.numbers(), "option microbatch": self._microbatch}
         inner, loss = _evaluated(unwrapped(self._training.model)[0], chosen), self._wrapped(chosen.loss)
         try:
             with trainable():
