@@ -166,8 +166,8 @@ class ProjectedStep:
     """
 
     def __init__(self, training: Any, optimizer: Any) -> None:
-        _check_optimizer(optimizer)
         self._training, self.optimizer = training, optimizer
+        self.check(training.keeper.on)
         self.max_norm: float | None = None  # to which the next gradient is clipped after its projection
         self.norm: Tensor | None = None  # the last one before clipping
         self.early = False  # whether a framework calls `begin` before it clips, in place of the hook
@@ -202,7 +202,20 @@ class ProjectedStep:
 
     def check(self, on: On) -> None:
         """Raise if steps of the optimizer cannot be projected, as far as this is known before a step."""
-        name = type(self.optimizer).__name__
+        kind = type(self.optimizer)
+        name = kind.__name__
+        if not hasattr(self.optimizer, "_optimizer_step_pre_hooks"):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer with hooks; found {kind.__module__}.{name}. If "
+                "it wraps another one, pass the inner one, or for Accelerate use "
+                "gemproj.integrations.accelerate.Keeper."
+            )
+        for hook in self.optimizer._optimizer_step_pre_hooks.values():
+            if is_kind(getattr(hook, "__self__", None), _NAME):
+                raise ValueError(
+                    "A keeper is attached to this optimizer already, and both would project. Call remove() "
+                    "on it, or gemproj.torch.detach(optimizer) if it is lost; one keeper can keep many sets."
+                )
         if any(group.get("maximize") for group in self.optimizer.param_groups):
             raise ValueError(
                 f"{name} with maximize=True steps along its gradient, and constraints are for steps against "
@@ -517,22 +530,6 @@ def _is_long(sol: Any, gram: Gram, h: Any, margin: Any) -> bool:
     least = np.broadcast_to(margin, lam.shape)
     longest = gram.gg**0.5 + float(least @ K @ least) ** 0.5
     return bool(float(lam @ K @ lam) ** 0.5 > _LONGEST * longest)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        kind = type(optimizer)
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer with hooks; found {kind.__module__}.{kind.__name__}. "
-            "If it wraps another one, pass the inner one, or for Accelerate use "
-            "gemproj.integrations.accelerate.Keeper."
-        )
-    for hook in optimizer._optimizer_step_pre_hooks.values():
-        if is_kind(getattr(hook, "__self__", None), _NAME):
-            raise ValueError(
-                "A keeper is attached to this optimizer already, and both would project. Call remove() on "
-                "it, or gemproj.torch.detach(optimizer) if it is lost; one keeper can keep many sets."
-            )
 
 
 def detach(optimizer: Any) -> None:

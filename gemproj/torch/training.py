@@ -47,7 +47,6 @@ class Training:
         try:
             for one in optimizers:
                 self.steps.append(keeper._step_type(self, one))
-                self.steps[-1].check(keeper.on)
             self._renew()
         except Exception:
             self.remove()
