@@ -55,10 +55,6 @@ class Forecast:
         """Begin anew for a set whose examples are others now."""
         self.names = [None if known == name else known for known in self.names]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying and pickling."""
-        return self.__dict__ | {"_copied": None, "_pressed": None}
-
     def due(self, rows: Rows, terms: Any, whole: bool) -> list[bool]:
         """Return which rows are computed again in a step that begins, and update the losses of all rows.
 

@@ -80,7 +80,8 @@ class KeeperBase:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; a copy is not attached."""
-        return self.__dict__ | dict.fromkeys(("_training", "_group"))
+        forecast = Forecast.from_state_dict(self._forecast.state_dict())  # without what waits for a device
+        return self.__dict__ | {"_training": None, "_group": None, "_forecast": forecast}
 
     @property
     def last(self) -> Projection | None:
