@@ -287,7 +287,7 @@ class KeeperBase:
                 collate = default_collate
             elif collate in (None, default_collate):
                 lacks = f"The examples of {name!r} were kept with a collate function"
-            if lacks:
+            if lacks or collate is None:
                 raise ValueError(
                     f"{lacks}, which is not in a state. Before loading call keep(..., name={name!r}) as the "
                     "saved training did."
