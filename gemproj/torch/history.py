@@ -299,9 +299,8 @@ class History:
         self._pending = []
         sol = _batch([step._solution for step in pending])
         violated, active, lam = sol.violated, sol.active, sol.multipliers
-        cosines, losses, stored = (
-            np.stack([to_numpy(getattr(step, name)) for step in pending])
-            for name in ("cosines", "losses", "stored")
+        cosines, losses = (
+            np.stack([to_numpy(getattr(step, name)) for step in pending]) for name in ("cosines", "losses")
         )
         noise = np.array([float(step.noise) for step in pending])[:, None]
         excess = np.full_like(losses, math.nan)
@@ -319,7 +318,6 @@ class History:
         since["keep/excess"] = max(since["keep/excess"], float(np.nanmax(excess, initial=-math.inf)))
         for k, name in enumerate(pending[0].names):
             line = self.lines.setdefault(name, Line(name))
-            line.stored = float(stored[-1, k])
             line.now, line.bound = float(losses[-1, k]), float(losses[-1, k] - excess[-1, k])
             line.worst = float(np.fmax(line.worst, losses[:, k].max()))
             line.excess = float(np.fmax(line.excess, excess[:, k].max()))
