@@ -131,7 +131,7 @@ class CrossEntropy:
     def of(self, logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
         """Return the losses for given logits; pass `model` if a transformers model computed the logits."""
         logits = _whole(logits)
-        if not self._shift and _predicts_next(model):
+        if not self._shift and getattr(model, "can_generate", bool)() and not _has_encoder(model):
             raise ValueError(
                 "The model is a causal language model, whose logits predict the next token: use "
                 "CrossEntropy(shift=True). If the labels are shifted already, pass logits=, a function of "
@@ -250,8 +250,7 @@ class Distillation:
     @torch.no_grad()
     def _said(self, model: torch.nn.Module, batch: Batch) -> Any:
         """Return what the model says about a batch, in the form in which it is stored."""
-        logits = self._computed(model, batch)
-        mask, examples = self._own(model, batch, logits)
+        logits, mask, examples = self._computed(model, batch)
         n, usual = logits.shape[-1], self._top is None and logits.shape[-1] > _MANY
         top = _TOP if usual else self._top
         dtype = self._dtype or (torch.float16 if usual else logits.dtype)
@@ -274,8 +273,7 @@ class Distillation:
         if self.teacher is not None:
             with without_adapters(model):
                 outputs = self._said(model, batch)
-        logits = self._computed(model, batch)
-        mask, examples = self._own(model, batch, logits)
+        logits, mask, examples = self._computed(model, batch)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
         if mask is not None:
@@ -304,9 +302,12 @@ class Distillation:
         known = model if self._logits is model_logits else None
         return losses + self._weight * self._labels.of(logits, batch, known)
 
-    def _computed(self, model: Any, batch: Batch) -> Tensor:
-        """Return the logits of a batch; raise if the classes do not exclude each other."""
-        logits = _whole(self._logits(model, batch))
+    def _computed(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return logits, the mask of positions that count, or None for all, and the result of `_examples_of`.
+
+        Raise if the classes do not exclude each other.
+        """
+        logits, field = _whole(self._logits(model, batch)), self._mask
         kind = getattr(getattr(model, "config", None), "problem_type", None)
         if self._logits is model_logits and (logits.ndim > 3 or kind == "multi_label_classification"):
             raise ValueError(
@@ -315,15 +316,11 @@ class Distillation:
                 "batch: for images model(**batch).logits.movedim(1, -1), for labels that do not exclude each "
                 "other torch.stack([0 * z, z], -1) with their logits z, and mask=, a function to ones."
             )
-        return logits
-
-    def _own(self, model: Any, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mask of positions that count, or None for all, and the result of `_examples_of`."""
-        shape, field = logits.shape[:-1], self._mask
+        shape = logits.shape[:-1]
         examples = _examples_of(batch, shape)
         if field == _MASK and len(shape) > 1 and _has_encoder(model):
             # The attention mask is about the input, and the logits are about the output.
-            return _counting(_field_of(batch, "labels", "mask")), examples
+            return logits, _counting(_field_of(batch, "labels", "mask")), examples
         # In a sequence classifier, the mask is per token, but the logits are per sequence.
         if field != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = _field_of(batch, field, "mask")
@@ -332,8 +329,9 @@ class Distillation:
                     f"mask must have the shape of the logits without classes, {tuple(shape)}; "
                     f"found {tuple(mask.shape)}. Pass another key, or a function of the batch."
                 )
-            return mask.bool(), examples
-        return (None if examples is None else torch.ones_like(examples, dtype=torch.bool)), examples
+            return logits, mask.bool(), examples
+        mask = None if examples is None else torch.ones_like(examples, dtype=torch.bool)
+        return logits, mask, examples
 
 
 def has_teacher(loss: Any) -> bool:
@@ -361,12 +359,6 @@ def without_adapters(model: Any) -> Iterator[None]:
 def _indices(mask: Tensor | None) -> Tensor | None:
     """Return the indices of the positions of a mask, (m,); None for all."""
     return None if mask is None else mask.flatten().nonzero().flatten()
-
-
-def _predicts_next(model: Any) -> bool:
-    """Return whether a model of transformers is a causal language model."""
-    generates = getattr(model, "can_generate", None)
-    return callable(generates) and generates() and not _has_encoder(model)
 
 
 def _has_encoder(model: Any) -> bool:
