@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -231,9 +232,7 @@ def _labelled(kept: KeptSet, loss: Loss) -> list[int]:
         else:
             return list(range(n))
         # Labels of another shape, as in a packed row of several texts, cannot be told apart.
-        numbers += (
-            [i for i, has in zip(at, mask.tolist(), strict=True) if has] if len(mask) == len(at) else at
-        )
+        numbers += compress(at, mask.tolist()) if len(mask) == len(at) else at
     _leave_out(kept, numbers, list(range(n)))
     return numbers
 

@@ -141,13 +141,11 @@ class KeptSet:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the examples and what was stored about them; not the promise and the collate function."""
-        held = {name: getattr(self, name) for name in _STORED}
+        held, numbers = {name: getattr(self, name) for name in _STORED}, {}
         plain, apart = self.collate is default_collate, None if self.held is None else self.held.state_dict()
-        wholes = {"examples": plain, "outputs": bool(self.outputs) and not self.listed}
-        tried = {name: packed(held[name]) for name, whole in wholes.items() if whole}
-        batches = {name: found for name, found in tried.items() if found is not None}
-        held |= {name: batch for name, (batch, _) in batches.items()}
-        numbers = {name: found for name, (_, found) in batches.items()}
+        for name, whole in (("examples", plain), ("outputs", bool(self.outputs) and not self.listed)):
+            if whole and (found := packed(held[name])) is not None:
+                held[name], numbers[name] = found
         return held | {"collated": not plain, "packed": numbers, "held": apart}
 
     @classmethod
