@@ -254,16 +254,14 @@ class Distillation:
         n, usual = logits.shape[-1], self._top is None and logits.shape[-1] > _MANY
         top = _TOP if usual else self._top
         dtype = self._dtype or (torch.float16 if usual else logits.dtype)
+        flat, at = logits.flatten(0, -2), _indices(mask)
         if top is None or top >= n:
-            rows = ... if mask is None else mask
-            stored: Any = log_probabilities(logits, rows, self._temperature).to(dtype)
+            stored: Any = log_probabilities(flat, at, self._temperature).to(dtype)
         else:
-            found, classes = drawn(logits.flatten(0, -2), _indices(mask), top, self._temperature)
+            found, classes = drawn(flat, at, top, self._temperature)
             stored = found.to(dtype), classes.int()
-            if mask is None:
-                stored = tuple(leaf.view(*logits.shape[:-1], top) for leaf in stored)
         if mask is None:
-            return stored
+            return tree_map(lambda leaf: leaf.view(*logits.shape[:-1], -1), stored)
         sizes = _sums(mask.long(), examples).tolist()
         split = tree_map(lambda leaf: leaf.split(sizes), stored)
         return PerExample(split if isinstance(stored, Tensor) else zip(*split, strict=True))
@@ -276,11 +274,11 @@ class Distillation:
         logits, mask, examples = self._computed(model, batch)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        if mask is not None:
-            outputs = _at_positions(outputs, mask, examples)
+        outputs = _at_positions(outputs, mask, examples)
+        flat, at = logits.flatten(0, -2), _indices(mask)
         if isinstance(outputs, Tensor):
             _check_classes(outputs.shape[-1] == logits.shape[-1], outputs.shape[-1], logits)
-            now = log_probabilities(logits, ... if mask is None else mask, self._temperature)
+            now = log_probabilities(flat, at, self._temperature)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
             divergence = _divergence(before, now)
         else:
@@ -288,11 +286,11 @@ class Distillation:
             if classes.device.type == "cpu" and classes.numel():  # on a device, this would synchronise
                 most = int(classes.max()) + 1
                 _check_classes(most <= logits.shape[-1], f"at least {most}", logits)
-            flat, indices = logits.flatten(0, -2), classes.long().flatten(0, -2)
-            now = chosen(flat, _indices(mask), indices, self._temperature).view(values.shape)
+            now = chosen(flat, at, classes.long(), self._temperature)
             divergence = _estimate(values.to(now.dtype), now)
         divergence = divergence * self._temperature**2
         if mask is None:
+            divergence = divergence.view(logits.shape[:-1])
             mask = torch.ones_like(divergence, dtype=torch.bool)
         else:
             divergence = divergence.new_zeros(mask.shape).masked_scatter(mask, divergence)
@@ -439,10 +437,10 @@ def _examples_of(batch: Batch, shape: torch.Size) -> Tensor | None:
     return begins.flatten().cumsum(0).view(shape) - 1
 
 
-def _at_positions(outputs: Any, mask: Tensor, examples: Tensor | None) -> Any:
-    """Return the stored outputs of all positions that count, concatenated."""
-    if not isinstance(outputs, PerExample):
-        return tree_map(lambda leaf: leaf[mask], outputs)
+def _at_positions(outputs: Any, mask: Tensor | None, examples: Tensor | None) -> Any:
+    """Return the stored outputs of all positions that count, one after the other."""
+    if mask is None or not isinstance(outputs, PerExample):
+        return tree_map(lambda leaf: leaf.flatten(0, -2) if mask is None else leaf[mask], outputs)
     stored = [len(tree_leaves(one)[0]) for one in outputs]
     found = _sums(mask.long(), examples).tolist()
     if sum(stored) != sum(found) or (len(stored) > 1 and stored != found):
