@@ -24,10 +24,6 @@ _COLUMNS = {"input_ids", "pixel_values"}
 _TEXTS = [("messages",), ("text",), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",), ("prompt",)]
 # Key of the tokens of a text, which no collator of a Trainer knows, and the columns that it may have.
 TEXT, _TOKENS = "tokens of a text", {"input_ids", "labels", "attention_mask"}
-_TWO_SIDES = (
-    "The model is an encoder-decoder, so data needs what it reads and what it says: pass examples with "
-    "input_ids and labels, or with prompt and completion."
-)
 
 
 class Examples:
@@ -69,14 +65,11 @@ class Examples:
                 raise ValueError(
                     "data holds texts, and the trainer has no tokenizer: pass processing_class=."
                 )
-            if self.encodes and len(parts) < 2:
-                raise ValueError(_TWO_SIDES)
             self.cut = 0
             said = ([one[name] for name in parts] if parts else [one] for one in data)
-            if self.encodes:
-                made = [self.of_tokens(self.ids(a), self.ids(b, "text_target")) for a, b, *_ in said]
-            else:
-                made = [self.of_tokens(self.ids(reduce(add, some))) for some in said]
+            if not self.encodes:
+                said = ([reduce(add, some)] for some in said)
+            made = [self.of_tokens(*map(self.ids, some, ("text", "text_target"))) for some in said]
             if self.cut:
                 warn(
                     f"{self.cut} of {len(made)} texts are longer than {self.longest:,} tokens and are "
@@ -96,13 +89,16 @@ class Examples:
                 )
         own = {"input_ids"} if self.labelled else {"input_ids", "labels"}  # the collator may make labels
         if own <= keys <= _TOKENS and {np.ndim(one) for one in data[0].values()} == {1}:
-            if self.encodes and "labels" not in keys:
-                raise ValueError(_TWO_SIDES)
             return [self.of_tokens(**one) for one in data], self
         return data, None if self.collate is None else self
 
     def of_tokens(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
         """Return tokens as an example; an empty one has no label, and no position that counts."""
+        if self.encodes and labels is None:
+            raise ValueError(
+                "The model is an encoder-decoder, so data needs what it reads and what it says: pass "
+                "examples with input_ids and labels, or with prompt and completion."
+            )
         labels = input_ids if labels is None and self.labelled else labels
         if not len(input_ids) or (labels is not None and not len(labels)):
             input_ids, labels, attention_mask = [0], None if labels is None else [-100], [0]

@@ -30,7 +30,7 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, rows: Any, temperature: float) -> Tensor:
-    """Return the log-probabilities of all classes at some positions, ``logits[rows]``."""
+    """Return the log-probabilities of all classes at some positions, ``logits[rows]``; None for all."""
     return torch.log_softmax(_scaled(logits, rows, temperature), dim=-1)
 
 
@@ -88,7 +88,7 @@ def chosen(logits: Tensor, at: Tensor | None, classes: Tensor, temperature: floa
     if _is_usual(logits):
         found: Tensor = _Chosen.apply(logits, at, classes, temperature)  # type: ignore[no-untyped-call]
         return found
-    return _at_once(logits, at, classes, temperature)
+    return log_probabilities(logits, at, temperature).gather(-1, classes)
 
 
 def _is_usual(logits: Tensor) -> bool:
@@ -99,10 +99,6 @@ def _is_usual(logits: Tensor) -> bool:
         return bool(logits.data_ptr()) and unpack_dual(logits).tangent is None
     except RuntimeError:  # tensors inside of torch.func have no memory
         return False
-
-
-def _at_once(logits: Tensor, at: Tensor | None, classes: Tensor, temperature: float) -> Tensor:
-    return log_probabilities(logits, ... if at is None else at, temperature).gather(-1, classes)
 
 
 class _Chosen(torch.autograd.Function):
@@ -124,7 +120,7 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, of_values: Tensor) -> tuple[Tensor | None, ...]:
         logits, at, classes, totals = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative
-            values = _at_once(logits, at, classes, ctx.temperature)
+            values = log_probabilities(logits, at, ctx.temperature).gather(-1, classes)
             (gradient,) = torch.autograd.grad(values, logits, of_values, create_graph=True)
             return gradient, None, None, None
         # With `is_grads_batched` this has the batch of `of_values`, so that it can be written to.
@@ -137,7 +133,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, rows: Any, temperature: float) -> Tensor:
-    z = widened(logits[rows])
+    z = widened(logits if rows is None else logits[rows])
     return z if temperature == 1.0 else z / temperature
 
 

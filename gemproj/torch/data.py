@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -138,10 +139,9 @@ def _copied_loader(loader: Any) -> Any:
 
 def _ending(lists: Iterator[list[Any]], data: Any, limit: int | None) -> Iterator[list[Any]]:
     """Yield lists; of those beyond the length of data, if any, which may have no end, at most a maximum."""
-    told = "has no length"
-    if _has_length(data):
-        yield from itertools.islice(lists, len(data))
-        told = "goes on after its length"
+    known = length_hint(data)  # zero also for a loader whose data set has no length
+    yield from itertools.islice(lists, known)
+    told = "goes on after its length" if known else "has no length"
     start, read = time.monotonic(), 0
     for number, some in enumerate(lists):
         if limit is None and number == _MOST_BATCHES:
@@ -162,13 +162,6 @@ def _ending(lists: Iterator[list[Any]], data: Any, limit: int | None) -> Iterato
                 f"keep is still reading: data {told}, and {read:,} examples were read so far. This "
                 f"{end}. Pass itertools.islice(data, n) for a shorter part."
             )
-
-
-def _has_length(data: Any) -> bool:
-    try:
-        return len(data) >= 0
-    except TypeError:  # raised also by a loader whose data set has no length
-        return False
 
 
 def _is_indexed(data: Any) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -70,14 +72,14 @@ def examine(
                 "model, or runs under torch.no_grad() or detach()."
             )
         if first and value.ndim and len(at) > 2 and promise.allowed is not None and promise.examples:
-            warn_of_others(value.detach(), stored is not None)
+            warn_of_others(value.detach())
         return value
 
-    def warn_of_others(among_more: Tensor, stored: bool) -> None:
+    def warn_of_others(among_more: Tensor) -> None:
         """Warn if losses depend on the other examples of a batch, which change, by those of the first two."""
-        two = moved(kept.given(found[:2]), vector.device) if stored else None
+        batch, stored = replace(kept, outputs=found).fetch([0, 1], vector.device)
         with torch.no_grad():
-            alone = call_loss(loss, model, kept.fetch([0, 1], vector.device)[0], 2, two)
+            alone = call_loss(loss, model, batch, 2, stored)
         apart = float((alone - among_more[:2]).abs().max())
         if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
             warn(
@@ -199,11 +201,6 @@ def _student(freedom: float) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def trainable() -> AbstractContextManager[Any]:
-    """Return a context that leaves inference mode, because its tensors cannot be used in training."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
 @contextmanager
 def undisturbed(data: Any) -> Iterator[None]:
     """Restore the random states from which a loader draws the order of an epoch, for training."""
@@ -236,9 +233,7 @@ def _labelled(kept: KeptSet, loss: Loss) -> list[int]:
         else:
             return list(range(n))
         # Labels of another shape, as in a packed row of several texts, cannot be told apart.
-        numbers += (
-            [i for i, has in zip(at, mask.tolist(), strict=True) if has] if len(mask) == len(at) else at
-        )
+        numbers += compress(at, mask.tolist()) if len(mask) == len(at) else at
     _leave_out(kept, numbers, list(range(n)))
     return numbers
 
@@ -280,7 +275,7 @@ def _check_finite(
     wrong = (~kept.losses.isfinite()).nonzero().flatten().tolist()
     if not wrong:
         return
-    if not vector.topology.collective and not kept.outputs:  # a mean does not tell of which example
+    if not vector.topology.collective:  # a mean does not tell of which example
         with suppress(Exception), evaluating(model, vector.device), torch.no_grad():
             single = [call_loss(loss, model, kept.fetch([k], vector.device)[0], 1) for k in wrong]
             wrong = [k for k, one in zip(wrong, single, strict=True) if not one.isfinite()] or wrong

@@ -20,7 +20,7 @@ from gemproj.methods import AnyMethod, as_method
 from gemproj.torch.data import Collate, read
 from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
-from gemproj.torch.keep import Score, examine, scored, trainable, undisturbed, warn_of_adapters
+from gemproj.torch.keep import Score, examine, scored, undisturbed, warn_of_adapters
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise, as_promise
 from gemproj.torch.rows import Rows, unwrapped
@@ -156,7 +156,7 @@ class KeeperBase:
         facts = {"promises": chosen.numbers(), "option microbatch": self._microbatch}
         inner, loss = _evaluated(unwrapped(self._training.model)[0], chosen), self._wrapped(chosen.loss)
         try:
-            with trainable():
+            with torch.inference_mode(False):  # its tensors cannot be used in training
                 with vector.topology.agreement(facts), undisturbed(data):
                     data, collate = self._prepared(data, collate)
                     examples, collate = read(data, collate, limit, self._random)
@@ -215,7 +215,7 @@ class KeeperBase:
         frozen = not any(p.requires_grad for p in inner.parameters())
         vector = self._training.rows.vector if frozen else self._training.vector()
         found = {}
-        with trainable():
+        with torch.inference_mode(False):
             for name, kept in judged.items():
                 model, loss = _evaluated(inner, kept.promise), self._wrapped(kept.promise.loss)
                 try:

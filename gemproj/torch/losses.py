@@ -131,7 +131,7 @@ class CrossEntropy:
     def of(self, logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
         """Return the losses for given logits; pass `model` if a transformers model computed the logits."""
         logits = _whole(logits)
-        if not self._shift and _predicts_next(model):
+        if not self._shift and getattr(model, "can_generate", bool)() and not _has_encoder(model):
             raise ValueError(
                 "The model is a causal language model, whose logits predict the next token: use "
                 "CrossEntropy(shift=True). If the labels are shifted already, pass logits=, a function of "
@@ -250,21 +250,18 @@ class Distillation:
     @torch.no_grad()
     def _said(self, model: torch.nn.Module, batch: Batch) -> Any:
         """Return what the model says about a batch, in the form in which it is stored."""
-        logits = self._computed(model, batch)
-        mask, examples = self._own(model, batch, logits)
+        logits, mask, examples = self._computed(model, batch)
         n, usual = logits.shape[-1], self._top is None and logits.shape[-1] > _MANY
         top = _TOP if usual else self._top
         dtype = self._dtype or (torch.float16 if usual else logits.dtype)
+        flat, at = logits.flatten(0, -2), _indices(mask)
         if top is None or top >= n:
-            rows = ... if mask is None else mask
-            stored: Any = log_probabilities(logits, rows, self._temperature).to(dtype)
+            stored: Any = log_probabilities(flat, at, self._temperature).to(dtype)
         else:
-            found, classes = drawn(logits.flatten(0, -2), _indices(mask), top, self._temperature)
+            found, classes = drawn(flat, at, top, self._temperature)
             stored = found.to(dtype), classes.int()
-            if mask is None:
-                stored = tuple(leaf.view(*logits.shape[:-1], top) for leaf in stored)
         if mask is None:
-            return stored
+            return tree_map(lambda leaf: leaf.view(*logits.shape[:-1], -1), stored)
         sizes = _sums(mask.long(), examples).tolist()
         split = tree_map(lambda leaf: leaf.split(sizes), stored)
         return PerExample(split if isinstance(stored, Tensor) else zip(*split, strict=True))
@@ -274,15 +271,14 @@ class Distillation:
         if self.teacher is not None:
             with without_adapters(model):
                 outputs = self._said(model, batch)
-        logits = self._computed(model, batch)
-        mask, examples = self._own(model, batch, logits)
+        logits, mask, examples = self._computed(model, batch)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        if mask is not None:
-            outputs = _at_positions(outputs, mask, examples)
+        outputs = _at_positions(outputs, mask, examples)
+        flat, at = logits.flatten(0, -2), _indices(mask)
         if isinstance(outputs, Tensor):
             _check_classes(outputs.shape[-1] == logits.shape[-1], outputs.shape[-1], logits)
-            now = log_probabilities(logits, ... if mask is None else mask, self._temperature)
+            now = log_probabilities(flat, at, self._temperature)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
             divergence = _divergence(before, now)
         else:
@@ -290,11 +286,11 @@ class Distillation:
             if classes.device.type == "cpu" and classes.numel():  # on a device, this would synchronise
                 most = int(classes.max()) + 1
                 _check_classes(most <= logits.shape[-1], f"at least {most}", logits)
-            flat, indices = logits.flatten(0, -2), classes.long().flatten(0, -2)
-            now = chosen(flat, _indices(mask), indices, self._temperature).view(values.shape)
+            now = chosen(flat, at, classes.long(), self._temperature)
             divergence = _estimate(values.to(now.dtype), now)
         divergence = divergence * self._temperature**2
         if mask is None:
+            divergence = divergence.view(logits.shape[:-1])
             mask = torch.ones_like(divergence, dtype=torch.bool)
         else:
             divergence = divergence.new_zeros(mask.shape).masked_scatter(mask, divergence)
@@ -304,9 +300,12 @@ class Distillation:
         known = model if self._logits is model_logits else None
         return losses + self._weight * self._labels.of(logits, batch, known)
 
-    def _computed(self, model: Any, batch: Batch) -> Tensor:
-        """Return the logits of a batch; raise if the classes do not exclude each other."""
-        logits = _whole(self._logits(model, batch))
+    def _computed(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return logits, the mask of positions that count, or None for all, and the result of `_examples_of`.
+
+        Raise if the classes do not exclude each other.
+        """
+        logits, field = _whole(self._logits(model, batch)), self._mask
         kind = getattr(getattr(model, "config", None), "problem_type", None)
         if self._logits is model_logits and (logits.ndim > 3 or kind == "multi_label_classification"):
             raise ValueError(
@@ -315,15 +314,11 @@ class Distillation:
                 "batch: for images model(**batch).logits.movedim(1, -1), for labels that do not exclude each "
                 "other torch.stack([0 * z, z], -1) with their logits z, and mask=, a function to ones."
             )
-        return logits
-
-    def _own(self, model: Any, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mask of positions that count, or None for all, and the result of `_examples_of`."""
-        shape, field = logits.shape[:-1], self._mask
+        shape = logits.shape[:-1]
         examples = _examples_of(batch, shape)
         if field == _MASK and len(shape) > 1 and _has_encoder(model):
             # The attention mask is about the input, and the logits are about the output.
-            return _counting(_field_of(batch, "labels", "mask")), examples
+            return logits, _counting(_field_of(batch, "labels", "mask")), examples
         # In a sequence classifier, the mask is per token, but the logits are per sequence.
         if field != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = _field_of(batch, field, "mask")
@@ -332,8 +327,9 @@ class Distillation:
                     f"mask must have the shape of the logits without classes, {tuple(shape)}; "
                     f"found {tuple(mask.shape)}. Pass another key, or a function of the batch."
                 )
-            return mask.bool(), examples
-        return (None if examples is None else torch.ones_like(examples, dtype=torch.bool)), examples
+            return logits, mask.bool(), examples
+        mask = None if examples is None else torch.ones_like(examples, dtype=torch.bool)
+        return logits, mask, examples
 
 
 def has_teacher(loss: Any) -> bool:
@@ -361,12 +357,6 @@ def without_adapters(model: Any) -> Iterator[None]:
 def _indices(mask: Tensor | None) -> Tensor | None:
     """Return the indices of the positions of a mask, (m,); None for all."""
     return None if mask is None else mask.flatten().nonzero().flatten()
-
-
-def _predicts_next(model: Any) -> bool:
-    """Return whether a model of transformers is a causal language model."""
-    generates = getattr(model, "can_generate", None)
-    return callable(generates) and generates() and not _has_encoder(model)
 
 
 def _has_encoder(model: Any) -> bool:
@@ -447,10 +437,10 @@ def _examples_of(batch: Batch, shape: torch.Size) -> Tensor | None:
     return begins.flatten().cumsum(0).view(shape) - 1
 
 
-def _at_positions(outputs: Any, mask: Tensor, examples: Tensor | None) -> Any:
-    """Return the stored outputs of all positions that count, concatenated."""
-    if not isinstance(outputs, PerExample):
-        return tree_map(lambda leaf: leaf[mask], outputs)
+def _at_positions(outputs: Any, mask: Tensor | None, examples: Tensor | None) -> Any:
+    """Return the stored outputs of all positions that count, one after the other."""
+    if mask is None or not isinstance(outputs, PerExample):
+        return tree_map(lambda leaf: leaf.flatten(0, -2) if mask is None else leaf[mask], outputs)
     stored = [len(tree_leaves(one)[0]) for one in outputs]
     found = _sums(mask.long(), examples).tolist()
     if sum(stored) != sum(found) or (len(stored) > 1 and stored != found):

@@ -70,16 +70,13 @@ class KeptSet:
 
     def joined(self, more: KeptSet) -> KeptSet:
         """Return the set with more examples; those at hand keep their outputs and losses."""
+        how = None
         if self.adapter != more.adapter:
-            raise ValueError(
-                f"The examples of {self.name!r} were kept with adapter {self.adapter!r}, and "
-                f"{more.adapter!r} is active. Use another name."
-            )
-        if (not self.outputs, self.listed) != (not more.outputs, more.listed):
-            raise ValueError(
-                f"The examples of {self.name!r} were kept without outputs of the model, or with outputs in "
-                "another form than that of this loss. Use another name."
-            )
+            how = f"with adapter {self.adapter!r}, and {more.adapter!r} is active"
+        elif (not self.outputs, self.listed) != (not more.outputs, more.listed):
+            how = "without outputs of the model, or with outputs in another form than that of this loss"
+        if how is not None:
+            raise ValueError(f"The examples of {self.name!r} were kept {how}. Use another name.")
         apart = self.held.joined(more.held) if self.held and more.held else self.held or more.held
         whole = replace(
             more,
@@ -135,19 +132,13 @@ class KeptSet:
         """Return some examples as a batch on a device, and their stored outputs or None."""
         return fetched([(self, at)], device)
 
-    def given(self, outputs: list[Any]) -> Any:
-        """Return stored outputs in the form that the loss takes."""
-        return PerExample(outputs) if self.listed else default_collate(outputs)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the examples and what was stored about them; not the promise and the collate function."""
-        held = {name: getattr(self, name) for name in _STORED}
+        held, numbers = {name: getattr(self, name) for name in _STORED}, {}
         plain, apart = self.collate is default_collate, None if self.held is None else self.held.state_dict()
-        wholes = {"examples": plain, "outputs": bool(self.outputs) and not self.listed}
-        tried = {name: packed(held[name]) for name, whole in wholes.items() if whole}
-        batches = {name: found for name, found in tried.items() if found is not None}
-        held |= {name: batch for name, (batch, _) in batches.items()}
-        numbers = {name: found for name, (_, found) in batches.items()}
+        for name, whole in (("examples", plain), ("outputs", bool(self.outputs) and not self.listed)):
+            if whole and (found := packed(held[name])) is not None:
+                held[name], numbers[name] = found
         return held | {"collated": not plain, "packed": numbers, "held": apart}
 
     @classmethod
@@ -169,7 +160,8 @@ def fetched(some: Sequence[tuple[KeptSet, list[int]]], device: Any) -> tuple[Bat
         examples = owned(examples)
     batch = moved(first.collate(examples), device)
     if first.outputs:
-        outputs = moved(first.given([kept.outputs[i] for kept, at in some for i in at]), device)
+        stored = [kept.outputs[i] for kept, at in some for i in at]
+        outputs = moved(PerExample(stored) if first.listed else default_collate(stored), device)
     return batch, outputs
 
 

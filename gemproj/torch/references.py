@@ -95,13 +95,13 @@ def write_references(
     writer = _Writer(model, tokenizer_of(tokenizer), tokens, temperature, shared)
     settings = {"n": n, "tokens": tokens, "temperature": temperature, "batch": batch, "seed": seed}
     file = None if cache is None or empty else Path(cache) / f"references-{writer.key(settings)}.json"
-    found: list[dict[str, list[int]]] = []
+    texts: list[dict[str, list[int]]] = []
     if file is not None:
         with suppress(OSError, ValueError):  # there is none, or it is damaged
-            found = json.loads(file.read_text())
-    if topology.least(len(found)):
-        return found
-    found, seen, answers, tried = [], set[Any](), set[Any](), 0
+            texts = json.loads(file.read_text())
+    if topology.least(len(texts)):
+        return texts
+    found, answers, tried = dict[Any, Any](), set[Any](), 0  # each text once
     training = [module for module in model.modules() if module.training]
     with (
         forked(held[0].device),
@@ -114,11 +114,9 @@ def write_references(
             while topology.least(len(found)) < n and tried < _PATIENCE * n:
                 tried += min(batch, n)
                 for one, text, answer in writer.texts(min(batch, n)):
-                    useful = _is_of_use(text, _SHORTEST) and _is_of_use(answer, _ANSWER)
-                    if useful and tuple(text) not in seen:
-                        seen.add(tuple(text))
+                    if _is_of_use(text, _SHORTEST) and _is_of_use(answer, _ANSWER):
+                        found.setdefault(tuple(text), one)
                         answers.add(tuple(answer))
-                        found.append(one)
                 bar.update(min(len(found), n) - bar.n)
         finally:
             reshard(model)
@@ -130,15 +128,16 @@ def write_references(
             f"Only {of_use} of {tried} texts that the model wrote are of use; the others, or the answers in "
             "them, are empty, repeated, or repeat themselves. Pass texts of your own."
         )
+    texts = [*found.values()][:n]
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=file.parent) as folder:  # another process may read or write the file
-                (draft := Path(folder) / file.name).write_text(json.dumps(found[:n]))
+                (draft := Path(folder) / file.name).write_text(json.dumps(texts))
                 draft.replace(file)
         except OSError as error:
             warn(f"The texts that the model wrote are not stored, so another run writes them again: {error}.")
-    return found[:n]
+    return texts
 
 
 def tokenizer_of(processing: Any) -> Any:
@@ -239,16 +238,14 @@ class _Writer:
 
     def key(self, settings: dict[str, Any]) -> str:
         """Return a key of the model, by a sample of its weights, of the tokenizer and of settings."""
-        model, digest = self._model, hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-        words = sorted(self._tokenizer.get_vocab().items())
-        about = (self._ends, self._first, self._pad, getattr(self._tokenizer, "chat_template", None), words)
-        digest.update(repr((about, getattr(model, "generation_config", None))).encode())
-        digest.update(repr(getattr(model, "_adapters_disabled", None)).encode())  # those that are prompts
+        model, words = self._model, sorted(self._tokenizer.get_vocab().items())
+        template = getattr(self._tokenizer, "chat_template", None)
+        about = [settings, self._ends, self._first, self._pad, template, words, model.generation_config]
+        about.append(getattr(model, "_adapters_disabled", None))  # those that are prompts
         for name, module in model.named_modules():  # layers of peft have several adapters
             if isinstance(active := getattr(module, "active_adapters", None), list):
-                digest.update(
-                    repr((name, active, getattr(module, "disable_adapters", None) is True)).encode()
-                )
+                about.append((name, active, getattr(module, "disable_adapters", None) is True))
+        digest = hashlib.sha256(repr(about).encode())
         samples = {}
         for name, p in model.named_parameters():
             flat = local(p.detach()).reshape(-1)
