@@ -78,7 +78,7 @@ class ZeroVector(ParameterVector):
         p = self.parameters[j]
         part, start = self._fragment(p)
         whole = gradient.detach().to(torch.float32, copy=True).reshape(-1)
-        dist.all_reduce(whole, group=self._group)
+        dist.all_reduce(whole, group=self.topology.group)
         return whole[start : start + part.numel()].to(part.device)
 
     def _fragment(self, p: Any) -> tuple[Tensor, int]:
@@ -98,11 +98,10 @@ class ZeroVector(ParameterVector):
                     "parameters are partitioned by DeepSpeed over only some processes (as by MiCS, "
                     "experts or tensor parallelism). Partition them over all processes, or use FSDP2."
                 )
-        self._group = group
         # `placed` sums gradients over processes, not the backward pass.
         return Processes(self.device, group, collective=True, averaged=False)
 
-    def _owns(self, parameter: Tensor, group: Any) -> bool:
+    def _owns(self, p: Any) -> bool:
         return True
 
 
