@@ -53,7 +53,7 @@ class ZeroVector(ParameterVector):
     publish: Any = None  # copies changed shards to the parameters of all processes
 
     def local(self) -> list[Tensor]:  # noqa: D102
-        return [self._fragment(p)[0] for p in self.parameters]
+        return [_fragment(p)[0] for p in self.parameters]
 
     def assign(self, values: Sequence[Tensor]) -> None:  # noqa: D102
         for p, value in zip(self.parameters, values, strict=True):
@@ -76,19 +76,10 @@ class ZeroVector(ParameterVector):
     def placed(self, j: int, gradient: Tensor) -> Tensor:
         """Sum a gradient over processes, and return the local entries of the sum."""
         p = self.parameters[j]
-        part, start = self._fragment(p)
+        part, start = _fragment(p)
         whole = gradient.detach().to(torch.float32, copy=True).reshape(-1)
-        dist.all_reduce(whole, group=self._group)
+        dist.all_reduce(whole, group=self.topology.group)
         return whole[start : start + part.numel()].to(part.device)
-
-    def _fragment(self, p: Any) -> tuple[Tensor, int]:
-        """Return the local entries of a parameter, and the index of the first local entry."""
-        if _stage3(p):
-            return _unpadded(p)
-        mapping = p._hp_mapping
-        if mapping is None:  # other processes hold the whole parameter
-            return torch.empty(0, device=p.device), 0
-        return mapping.hp_fragment.detach(), mapping.lp_fragment_address.start
 
     def _topology(self, group: Any) -> Processes:
         world = dist.get_world_size(group)
@@ -98,11 +89,10 @@ class ZeroVector(ParameterVector):
                     "parameters are partitioned by DeepSpeed over only some processes (as by MiCS, "
                     "experts or tensor parallelism). Partition them over all processes, or use FSDP2."
                 )
-        self._group = group
         # `placed` sums gradients over processes, not the backward pass.
         return Processes(self.device, group, collective=True, averaged=False)
 
-    def _owns(self, parameter: Tensor, group: Any) -> bool:
+    def _owns(self, p: Any) -> bool:
         return True
 
 
@@ -200,13 +190,7 @@ class ZeroOptimizer:
     def _state(self, p: Any, group: Mapping[str, Any], whole: Tensor) -> dict[str, Any]:
         held = self.zero.optimizer.state.get(whole, {})
         moments = [key for key in ("exp_avg_sq", "max_exp_avg_sq") if key in held]
-        if _stage3(p):
-            found = {key: _unpadded(p, key)[0] for key in moments}
-        elif p._hp_mapping is None:
-            found = {key: held[key].new_empty(0) for key in moments}
-        else:
-            at = p._hp_mapping.get_hp_fragment_address()
-            found = {key: held[key].narrow(0, at.start, at.numel) for key in moments}
+        found = {key: _fragment(p, key, held[key])[0] for key in moments}
         return found | {"step": held.get("step", group.get("step"))}  # FusedAdam counts steps in the group
 
 
@@ -235,11 +219,21 @@ def _stage3(p: Any) -> bool:
     return hasattr(p, "ds_id")
 
 
-def _unpadded(p: Any, key: str | None = None) -> tuple[Tensor, int]:
-    """Return local entries of a stage-3 parameter or of its state `key`, and the index of the first entry."""
-    padded = p._z3_optimizer.get_local_fp32_param(p, key)
-    start = padded.numel() * dist.get_rank(p.ds_process_group)
-    return padded[: max(p.ds_numel - start, 0)], start
+def _fragment(p: Any, key: str | None = None, flat: Any = None) -> tuple[Tensor, int]:
+    """Return the local entries of a parameter, or of its state `key`, and the index of the first entry.
+
+    Before stage 3, the states of a group are the parts of one `flat` tensor.
+    """
+    if _stage3(p):
+        padded = p._z3_optimizer.get_local_fp32_param(p, key)
+        start = padded.numel() * dist.get_rank(p.ds_process_group)
+        return padded[: max(p.ds_numel - start, 0)], start
+    mapping = p._hp_mapping
+    if mapping is None:  # other processes hold the whole parameter
+        return torch.empty(0, device=p.device), 0
+    at = mapping.hp_fragment_address
+    part = mapping.hp_fragment.detach() if flat is None else flat.narrow(0, at.start, at.numel)
+    return part, mapping.lp_fragment_address.start
 
 
 def _shape(p: Any) -> torch.Size:

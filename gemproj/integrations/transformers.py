@@ -100,11 +100,11 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     def __init__(
         self, data: Any = None, promise: Promise | Loss | float | None = None, **options: Any
     ) -> None:
+        self._writes = data is None
+        if self._writes:
+            options = {"name": "references", "hold_out": _HELD_OUT} | options
         super().__init__(data, promise, **options)
         self._final: dict[str, Any] = {}  # the last log of a training
-        self._writes = data is None
-        usual = {"name": "references", "limit": None, "hold_out": _HELD_OUT}
-        self._written: dict[str, Any] = {name: options.get(name, one) for name, one in usual.items()}
 
     def _prepared(self, data: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
         data = self._own(listed(data))
@@ -148,7 +148,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         tenth = max(state.max_steps // 10, 4)
         self._soon = (min(tenth, 20), tenth)  # a warm-up may end between the two
         self._keep_pending()
-        self._noted, self._noted_at = 0, -1  # a callback that was added twice is called twice
+        self._begun = 0
         self.logs()  # drops the numbers of an earlier training
         if state.global_step:
             given = dict(self.sets)
@@ -168,7 +168,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         assert self._collate is not None
         assert self._training is not None
         tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._training.model)
-        if self._written["name"] in self.sets:
+        if self._named["name"] in self.sets:
             return
         if not getattr(model, "can_generate", bool)():
             self._given = False  # so that a training without sets is told of
@@ -180,14 +180,15 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             )
         rank, world = _place()
         folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
-        n = self._written["limit"] or max(_TEXTS_WRITTEN // world, _FEWEST)
+        n = self._named["limit"] or max(_TEXTS_WRITTEN // world, _FEWEST)
         base = without_adapters(model) if has_teacher(self.promise.loss) else nullcontext()
         with self._training.vector().topology.agreement({}), base:
             texts = write_references(model, tokenizer, n, seed=rank, cache=folder)
-        self.keep(texts, **self._written)
+        self.keep(texts, **self._named)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
+        self._begun = 0 if self._training is None else self._training.begun
         # DeepSpeed clips within its step.
         if args.max_grad_norm and self._steps and type(self._steps[0]) is ProjectedStep:
             self._steps[0].max_norm, self._steps[0].norm = float(args.max_grad_norm), None
@@ -199,10 +200,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Raise if ``optimizer.step()`` did not take the step; the check does not synchronise a device."""
         _clip_again(args)
-        begun = 0 if self._training is None else self._training.begun
-        if begun > self._noted:
-            self._noted, self._noted_at = begun, state.global_step
-        elif self._noted_at != state.global_step and not getattr(optimizer, "step_was_skipped", False):
+        taken = self._training is not None and self._training.begun > self._begun
+        if not (taken or getattr(optimizer, "step_was_skipped", False)):
             raise RuntimeError(
                 f"The steps of optim={args.optim!r} are not taken by optimizer.step(), so they cannot be "
                 "projected. Use another optimizer."

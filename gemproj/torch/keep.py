@@ -20,7 +20,7 @@ from gemproj.torch.data import PerExample, divided, leaves_of, moved, owned
 from gemproj.torch.losses import Distillation, has_teacher, labelled_rows, model_loss, without_adapters
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, call_loss, explain
-from gemproj.torch.rows import evaluating, passes, reshard, seed
+from gemproj.torch.rows import evaluating, passes, seed
 from gemproj.torch.vector import ParameterVector
 
 # Number of examples whose labels are looked at together, and with which adapters are compared.
@@ -180,16 +180,12 @@ def _losses(
     batches = kept.batches or passes(list(range(len(kept))), size, most)
     _, (count,) = topology.plan([len(batches)])
     batches = [*batches, *[(batches[0][0], 0)] * (count - len(batches))]  # processes make as many passes
-    try:
-        with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
-            for k, (at, weight) in enumerate(batches):
-                seed(k, vector.device)
-                value = look(at, weight, k == 0).detach().cpu().double()
-                losses[at[:weight]] = value[:weight] if value.ndim else value
-                means = means or (0 if value.ndim else len(at))
-    finally:
-        if topology.collective:
-            reshard(model)
+    with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
+        for k, (at, weight) in enumerate(batches):
+            seed(k, vector.device)
+            value = look(at, weight, k == 0).detach().cpu().double()
+            losses[at[:weight]] = value[:weight] if value.ndim else value
+            means = means or (0 if value.ndim else len(at))
     return losses, means, batches
 
 

@@ -495,8 +495,9 @@ class CallbackBase(KeeperBase):
     ) -> None:
         super().__init__(promise, **options)
         self._checked(None, name, limit, hold_out)
+        self._named: dict[str, Any] = {"name": name, "limit": limit, "hold_out": hold_out}
         if data is not None:
-            self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
+            self.keep(data, collate=collate, **self._named)
 
 
 def _evaluated(model: torch.nn.Module, promise: Promise) -> torch.nn.Module:

@@ -41,7 +41,8 @@ class Processes:
                 "process_group must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
                 f"{type(group).__name__}."
             )
-        self._device, self.group, self.collective, self._plain = device, group, collective, plain
+        self._device, self.collective, self._plain = device, collective, plain
+        self.group: Any = group
         self.world = 1 if group is None else dist.get_world_size(group)
         self._divisor = self.world if collective and averaged else 1
 
@@ -130,16 +131,13 @@ class Processes:
         if self.group is None:
             return
         digests = [zlib.crc32(repr(_plain(value)).encode()) for value in facts.values()]
-        mine = [n for digest in digests for n in (digest, -digest)] + [failed]
-        most = torch.tensor(mine, dtype=torch.int64, device=self._device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        stops, *columns = zip(*self._gather([int(failed), *digests]), strict=True)
         if failed:
             return  # this process raises its own error
-        *bounds, stop = most.tolist()
-        if stop:
+        if any(stops):
             raise RuntimeError("Another process failed; its own message says why.")
-        for (name, value), high, low in zip(facts.items(), bounds[::2], bounds[1::2], strict=True):
-            if high != -low:
+        for (name, value), theirs in zip(facts.items(), columns, strict=True):
+            if len(set(theirs)) > 1:
                 raise ValueError(
                     f"Processes disagree on the {name}: {reprlib.repr(value)} on this one. Every process "
                     "must have the same options, and the same sets in the same order."
@@ -151,7 +149,7 @@ class Processes:
         mine = torch.tensor(list(counts), dtype=torch.int64, device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine, group=self.group)
-        return [theirs.tolist() for theirs in everyone]
+        return torch.stack(everyone).tolist()
 
 
 def everyone() -> Any:

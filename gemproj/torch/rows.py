@@ -108,7 +108,12 @@ class Rows:
         self.buffer = torch.empty((0, vector.d), dtype=vector.dtype, device=vector.device)
         self._views: dict[tuple[int, int], list[Tensor]] = {}  # cached results of `parts`
         self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
-        self.clear()
+        self.names: list[Any] = []  # of the set of each row
+        self.norms: Tensor | None = None
+        self.reached: list[bool] = []  # the parameters, by the loss of any row
+        # The loss of each row, (t,) in float64, now and when its examples were kept.
+        self.losses = self.stored = self._none
+        self.ages: list[int] = []  # steps since each row was computed
 
     def __len__(self) -> int:
         return len(self.names)
@@ -120,12 +125,7 @@ class Rows:
 
     def clear(self) -> None:
         """Drop all rows, but keep the buffer."""
-        self.norms: Tensor | None = None
-        self.names: list[Any] = []  # of the set of each row
-        self.reached = [False] * len(self.vector.parameters)  # by the loss of any row
-        # The loss of each row, (t,) in float64, now and when its examples were kept.
-        self.losses = self.stored = self._none
-        self.ages: list[int] = []  # steps since each row was computed
+        self.names, self.norms = [], None
 
     def fill(
         self,
@@ -145,21 +145,18 @@ class Rows:
         """
         topology, t = self.vector.topology, len(names)
         at, sizes = [draw.k for draw in draws], [len(draw.at) for draw in draws]
-        whole = len(draws) == t
-        before, reached, ages = (self.losses, self.stored), self.reached, self.ages
         self.clear()
         if not draws:
             return
         for draw, size, total, most in zip(draws, sizes, *topology.plan(sizes), strict=True):
             draw.total, draw.most, draw.weight = total, most, topology.weight(size, total)
-        if topology.collective:
-            reshard(model)
         if t > len(self.buffer):  # free the old buffer before allocating a larger one
             self.buffer, self._views = self.buffer.new_empty((0, self.vector.d)), {}
             self.buffer = self.buffer.new_empty((t, self.vector.d))
         self.scale, self.found = scale, self._none.new_zeros(t)
-        if not whole:
-            self.reached = reached
+        if whole := len(draws) == t:
+            self.losses = self.stored = self.found
+            self.reached, self.ages = [False] * len(self.vector.parameters), [0] * t
         none: list[Tensor | None] = [None] * len(self.vector.parameters)
 
         def alone(draw: Draw) -> None:
@@ -174,9 +171,9 @@ class Rows:
                         "is zero: right if those are frozen, wrong if the loss runs under torch.no_grad()."
                     )
                 weight = topology.weight(count, draw.total)
-                scaled = loss if weight * scale == 1.0 else loss * (weight * scale)
                 gradients = self.vector.gradients if loss.requires_grad else lambda _: none
-                reached = self.vector.gather(gradients(scaled), self.parts(draw.k), add=j > 0)
+                found = gradients(loss * (weight * scale))
+                reached = self.vector.gather(found, self.parts(draw.k), add=j > 0)
                 self.note(draw.k, reached, self.found[draw.k : draw.k + 1] + weight * loss.detach())
             if not parts:
                 self.buffer[draw.k].zero_()
@@ -193,13 +190,10 @@ class Rows:
                 part.div_(scale)
             self.reached = topology.reduce(part, self.reached)
         stored = self.found.new_tensor([draw.stored() for draw in draws])
-        if whole:
-            self.losses, self.stored = topology.sum_values(torch.stack([self.found, stored]))
-        else:
-            due = torch.tensor(at, device=self.found.device)
-            now = topology.sum_values(torch.stack([self.found[due], stored]))
-            self.losses, self.stored = torch.stack(before).index_copy(1, due, now)
-        self.ages = [0 if whole or k in at else ages[k] for k in range(t)]
+        due = torch.tensor(at, device=self.found.device)
+        now = topology.sum_values(torch.stack([self.found[due], stored]))
+        self.losses, self.stored = torch.stack([self.losses, self.stored]).index_copy(1, due, now)
+        self.ages = [0 if k in at else age for k, age in enumerate(self.ages)]
         self.names = list(names)  # last, so that an interrupt leaves no rows
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
@@ -294,28 +288,28 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = False) -> Iterator[None]:
-    """Set evaluation mode; at the end restore modes, random state and, with `gradients`, ``.grad``.
+def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = False) -> Iterator[None]:
+    """Set evaluation mode; at the end restore modes, random state and, if passes are collective, ``.grad``.
 
     Gradient checkpointing in layers of transformers stays active. Recurrent layers stay in training mode,
     without dropout, because cuDNN has no gradients for them in evaluation mode. Attention takes the same way
     with and without gradients, which the fast path of torch does not.
     """
-    kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
-    changes = _changes(list(model.modules()))
+    changes = _changes(model.modules())
+    if collective:
+        reshard(model)
+        changes += [(p, "grad", None) for p in model.parameters() if p.requires_grad]
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     fast = torch.backends.mha.get_fastpath_enabled()
     with forked(device), torch.enable_grad():
         try:
-            for p, _ in kept:
-                p.grad = None
             _set(changes)
             torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            for p, gradient in kept:
-                p.grad = gradient
+            if collective:
+                reshard(model)
             _set(reversed(before))
 
 
@@ -342,7 +336,7 @@ def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
             setattr(thing, name, value)
 
 
-def _changes(modules: Sequence[Any]) -> list[tuple[Any, str, Any]]:
+def _changes(modules: Iterable[Any]) -> list[tuple[Any, str, Any]]:
     """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
     changes: list[tuple[Any, str, Any]] = []
     for module in modules:

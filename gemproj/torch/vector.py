@@ -49,7 +49,7 @@ class ParameterVector:
         self.d = self._starts[-1]  # number of local entries
         group = group_of(self.parameters) if group is None else group
         self.topology = self._topology(group)
-        self._owned = [self._owns(p, group) for p in self.parameters]
+        self._owned = [self._owns(p) for p in self.parameters]
         # Columns that this process contributes to global sums are all, unless shards are replicated.
         self.columns, self.owned = self.slices(), self.slices(owned=True)
 
@@ -141,7 +141,7 @@ class ParameterVector:
         layouts = {torch.strided if g is None else g.layout for g in gradients}
         return self._one_device and not self.topology.collective and layouts == {torch.strided}
 
-    def placed(self, j: int, gradient: Tensor) -> Tensor:
+    def placed(self, j: int, gradient: Any) -> Tensor:
         """Return a dense gradient of parameter j with the placements of the parameter."""
         if gradient.layout != torch.strided:
             raise TypeError(
@@ -149,9 +149,8 @@ class ParameterVector:
                 "sparse=False in the embedding."
             )
         p: Any = self.parameters[j]
-        given: Any = gradient
-        if mesh_of(p) is not None and given.placements != p.placements:
-            return given.redistribute(p.device_mesh, p.placements)
+        if mesh_of(p) is not None and gradient.placements != p.placements:
+            return gradient.redistribute(p.device_mesh, p.placements)
         return gradient
 
     def read_gradient(self) -> Tensor:
@@ -198,12 +197,10 @@ class ParameterVector:
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
     def _topology(self, group: Any) -> Processes:
-        if not self._sharded:
-            return Processes(self.device, group)
         plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
-        return Processes(self.device, group, collective=True, plain=plain)
+        return Processes(self.device, group, collective=self._sharded, plain=plain)
 
-    def _owns(self, parameter: Tensor, group: Any) -> bool:
+    def _owns(self, p: Any) -> bool:
         """Return whether this rank contributes its local shard to global sums; replicas count once.
 
         For a replicated shard, the rank at coordinate zero contributes. If the mesh of a parameter has only
@@ -212,17 +209,13 @@ class ParameterVector:
         """
         if not self.topology.collective:
             return True
-        mesh = mesh_of(parameter)
+        mesh, group = mesh_of(p), self.topology.group
         if mesh is None:
             return dist.get_rank(group) == 0
-        coordinate = mesh.get_coordinate()
-        placed: Any = parameter
-        first = dist.get_global_rank(group, 0) if group is not None else 0
-        return (
-            coordinate is not None
-            and first in mesh.mesh.flatten().tolist()
-            and all(c == 0 for c, at in zip(coordinate, placed.placements, strict=True) if at.is_replicate())
-        )
+        coordinate, first = mesh.get_coordinate(), dist.get_global_rank(group, 0)
+        if coordinate is None or first not in mesh.mesh.flatten().tolist():
+            return False
+        return all(c == 0 for c, at in zip(coordinate, p.placements, strict=True) if at.is_replicate())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -267,10 +260,9 @@ def _refuse_reentrant(loss: Tensor) -> None:
             left.extend(following for following, _ in node.next_functions)
 
 
-def _placement(parameter: Tensor) -> tuple[int, ...]:
+def _placement(parameter: Any) -> tuple[int, ...]:
     """Return a sort key of a parameter's placements, which sorts replicated placements first."""
     mesh = mesh_of(parameter)
     if mesh is None:
         return ()
-    placed: Any = parameter
-    return (mesh.size(), *(not at.is_replicate() for at in placed.placements))
+    return (mesh.size(), *(not at.is_replicate() for at in parameter.placements))
