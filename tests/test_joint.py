@@ -216,27 +216,16 @@ class Around(nn.Module):
 
 
 class Named(nn.Module):
-    """A layer with two names, and another one with the same weight."""
+    """A layer with two names, whose weight has two more."""
 
     def __init__(self):
         super().__init__()
-        self.one, other = nn.Linear(6, 6), nn.Linear(6, 6)
-        other.weight = self.one.weight
-        self.net = nn.Sequential(self.one, nn.Tanh(), other, nn.Linear(6, 3)).double()
+        self.one, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.net, self.a, self.b = nn.Sequential(self.one, nn.Tanh(), self.head), *[self.one.weight] * 2
+        self.double()
 
     def forward(self, x):
-        return self.net(x)
-
-
-class Twin(nn.Module):
-    """One weight under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = self.b = nn.Parameter(torch.randn(6, 3).double())
-
-    def forward(self, x):
-        return (x @ self.a).tanh() + x @ self.b
+        return self.net(x + (x @ self.a).tanh() + x @ self.b)
 
 
 class Spare(nn.Linear):
@@ -264,8 +253,7 @@ BY_VMAP = {
     "another dimension": (lambda: Around(lambda f, x: f(x.mT).mT.mean(2)), lambda: vectors(6, 3), EACH),
     "a layer that is not used": (lambda: Spare(6, 3).double(), lambda: vectors(6), EACH),
     "a mean": (mlp, lambda: vectors(6), loss),
-    "names of one layer": (Named, lambda: vectors(6), loss),
-    "names of one weight": (Twin, lambda: vectors(6), loss),
+    "names of one layer and weight": (Named, lambda: vectors(6), loss),
     "examples that depend on each other": (mlp, lambda: vectors(6), contrastive),
 }
 
