@@ -350,10 +350,8 @@ def first_labels(batch):
         (lambda: Distillation(given)(NOW[..., :6], BATCH, BEFORE), "stored for 7 classes, and the model has 6"),
         (lambda: FEW(NOW[..., :3], BATCH, FEW.outputs(BEFORE, BATCH)), "stored for at least . classes, and the model has 3"),
         # Of one class the probability is one.
-        (lambda: Distillation(given).outputs(BEFORE[..., :1], {}), ONE_CLASS),
         (lambda: Distillation(given).outputs(BEFORE[0, :, 0], {}), ONE_CLASS),
         (lambda: CrossEntropy(given)(BEFORE[..., :1], BATCH), ONE_CLASS),
-        (lambda: CrossEntropy(given)(BEFORE[0, :, 0], BATCH), ONE_CLASS),
         (lambda: Distillation().outputs(BOTH_WAYS, {}), "mask 'labels' is not in the batch"),
         (lambda: CrossEntropy()(CAUSAL, BATCH), r"causal language model.* CrossEntropy\(shift=True\)"),
         (lambda: Distillation(labels=CrossEntropy())(CAUSAL, BATCH, BEFORE), r"causal language model.* CrossEntropy\(shift=True\)"),
