@@ -463,13 +463,6 @@ def test_a_loss_at_its_bound_to_the_printed_digits_is_kept():
         assert keeper.report().kept == keeper.report()["a"].kept == kept
 
 
-def test_the_drawn_examples_are_compared_with_their_own_losses():
-    model, optimizer, keeper = begin(EACH, [task(1)], make=lambda p: sgd(p, 1e-6), examples=3)
-    for _ in range(12):
-        take(model, optimizer, task(2))
-        assert keeper.report().kept
-
-
 def test_no_promise_is_kept_that_is_not_there_or_not_a_number():
     model, optimizer, keeper = begin(EACH)
     assert not keeper.report().kept
