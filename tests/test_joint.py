@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, sgd, take, task  # noqa: E402
+from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, take, task  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -17,7 +17,7 @@ from gemproj.torch.data import divided  # noqa: E402
 from gemproj.torch.joint import SharedPasses  # noqa: E402
 from gemproj.torch.losses import CrossEntropy  # noqa: E402
 from gemproj.torch.memory import Draw, KeptSet  # noqa: E402
-from gemproj.torch.rows import Rows, rows  # noqa: E402
+from gemproj.torch.rows import Rows  # noqa: E402
 from gemproj.torch.vector import ParameterVector  # noqa: E402
 
 
@@ -385,26 +385,6 @@ def test_rows_that_are_rounding_at_first_are_compared_later():
         joint(sets)
         alone(sets)
         torch.testing.assert_close(joint.rows.G, alone.rows.G)
-
-
-def test_rows_that_are_zero_at_first_are_compared_later():
-    """The loss of an example depends on the others of its batch, and is met when it is kept."""
-
-    def hinge(model, batch):
-        z = model(batch)[:, 0]
-        return (z.mean() * z - 1.0).clamp(min=0.0)
-
-    model = nn.Linear(2, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    tasks = torch.tensor([[[1.0, 0.0], [2.0, 0.0]], [[0.0, 1.0], [0.0, 3.0]]]).double()
-    _, optimizer, keeper = begin(hinge, tasks, model=model, make=lambda p: sgd(p, 0.5))
-    for _ in range(3):
-        optimizer.zero_grad()
-        (-model(torch.ones(1, 2).double()).sum()).backward()
-        expected = rows([hinge(model, x).mean() for x in tasks], model.parameters(), flat=True)
-        optimizer.step()
-        torch.testing.assert_close(keeper.rows.G, expected)
-    assert keeper.rows.G.any()
 
 
 def test_a_new_set_is_compared_again():
