@@ -15,7 +15,6 @@ G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
 OTHER, READ_ONLY = np.empty(5), np.empty(5)
 READ_ONLY.setflags(write=False)
-SAME = torch.zeros(2).expand(3, 2)  # all problems would be written to the same place
 
 MASKED = np.ma.masked_array(np.ones(3), [False, True, False])
 with torch.inference_mode():
@@ -47,12 +46,9 @@ WRONG_VALUES = [
     (lambda: project([G, G[:2]], [g, g]), r"t = 3; G\[1\] has shape \(2, 5\), g\[1\] has shape"),
     (lambda: project({"w": G}, {"w": g[:2]}), r"Blocks must have .*g\['w'\] has shape \(2,\)"),
     (lambda: project(G, g, method="gem"), "method 'gem' is unknown; the names are 'exact'"),
-    (lambda: project(G, g, margin=-0.5), "margin must be finite and at least 0; found -0.5"),
     (lambda: project(G, g, margin=np.array([0.0, -1.0, 0.0])), "margin must be finite and .*; found -1"),
-    (lambda: project(G, g, margin=np.ones(2)), r"margin must be a number or have shape \(3,\)"),
     (lambda: project(G, g, margin=np.ones(1)), r"margin must be .* \(3,\), .*found \(1,\)"),
     (lambda: project(G, g, h=np.ones(2)), r"h must be a number or have shape \(3,\), .*found \(2,\)"),
-    (lambda: project(G, g, h=np.full(3, np.nan)), "h must be finite"),
     (lambda: project(G, g, h=1e300), r"h must be finite and below 1e280, .*; found 1e\+300"),
     (lambda: project(G, g, equality=True, method="agem"), "equality cannot be combined with method AGEM"),
     (lambda: project(G, g, h=np.ones(3), method="gem2017"), "h cannot be combined with method GEM2017"),
@@ -60,7 +56,7 @@ WRONG_VALUES = [
     (lambda: solve_gram(1.9 * np.eye(3) - 0.9, np.ones(3)), "K must be .* semidefinite.*negative eigenvalue"),
     (lambda: solve_gram(np.eye(3), g), r"b must have shape \(..., 3\), .*found \(5,\)"),
     (lambda: solve_gram(np.eye(2), np.ones((2, 2)), np.ones(3)), r"gg must have shape \(2,\)"),
-    (lambda: project(G, g, margin=float("nan")), "margin must be finite and at least 0; found nan"),
+    (lambda: project(G, g, margin=float("inf")), "margin must be finite and at least 0; found inf"),
     (lambda: project(G, g, penalty=-1.0), "penalty must be at least 0; found -1"),
     (lambda: project(G, g, margin=2.0, penalty=1.0), "penalty must be at least margin"),
     (lambda: project(G, g, margin=0.5, method="gem2017"), "margin cannot be combined with.*GEM2017"),
@@ -74,12 +70,6 @@ WRONG_VALUES = [
     (lambda: project(G, g, metric=np.full(5, np.inf)), "metric must be positive and finite"),
     (lambda: project([G, G], [g, g], out=[g, g[:2]]), r"out\[1\] must have the shape"),
     (lambda: project(G, g, out=READ_ONLY), "out is read-only"),
-    (lambda: project(G, g, out=as_strided(np.zeros(1), g.shape, (0,))), "out has entries that share memory"),
-    (lambda: project(torch.ones(3, 2, 2), torch.ones(3, 2), out=SAME), "out has entries that share memory"),
-    (
-        lambda: project(torch.ones(3, 2, 3), torch.ones(3, 3), out=torch.ones(3, 4)[:, 0].expand(3, 3)),
-        "out has entries that share",
-    ),
     (lambda: project([G, G], [g, g], out=[OTHER, OTHER]), "out has one array for several blocks"),
     (lambda: project(G, g, metric=np.full(5, 1e-320)), r"G / sqrt\(metric\) is not finite: rows 0, 1, 2"),
     (lambda: project(*TENSORS, out=META), "out is on device meta but g is on cpu"),
@@ -106,10 +96,7 @@ WRONG_TYPES = [
     (lambda: OSQP(max_iter="many"), "max_iter must be an integer; found 'many'"),
     (lambda: GEM2017(eps="tiny"), "eps must be a number"),
     (lambda: project(G, g, h=MASKED), r"h must not be a masked array; pass h.filled\(0.0\)"),
-    (lambda: project(G, g, margin=MASKED), "margin must not be a masked array"),
-    (lambda: project(G, g, penalty=MASKED), "penalty must not be a masked array"),
     (lambda: project(G, g, warm_start=MASKED), "warm_start must not be a masked array"),
-    (lambda: combine(G, g, MASKED), "multipliers must not be a masked array"),
     (lambda: solve_gram(np.eye(3), MASKED), "b must not be a masked array"),
     (lambda: project(G, g, h=1j * np.ones(3)), "h must be a number or an array .*; found array"),
     (lambda: project(G, g, h=[[0, 0], [0]]), "h must be a number or an array of one number per constraint"),
@@ -127,17 +114,13 @@ WRONG_TYPES = [
     (lambda: project(G, g, method=PGD), r"write PGD\(\), not PGD"),
     (lambda: project(G, g, method=7), "method must be a name, a Method or a callable"),
     (lambda: solve_dual(G, g, steps=3), "steps"),
-    (lambda: project(G, g, h=["a", "b", "c"]), "h must be a number or an array"),
     (lambda: project(G, g, equality=np.ones(3)), "equality must be True, False or an array of one boolean"),
     (lambda: solve_gram([[1.0]], np.ones(1)), "K must be an array"),
     (lambda: project(G, g, warm_start=torch.ones(3)), "of the other arrays, numpy; found Tensor"),
-    (lambda: project(G, g, margin="0.5"), "margin must be a number or an array .*; found '0.5'"),
     (lambda: project(G, g, warm_start=[1, 1, 1]), "warm_start must be an array.*found list"),
     (lambda: project(G, g, out=torch.empty(5)), "out must be of the library of g"),
     (lambda: project(np.ma.array(G), g), "G must not be a masked array"),
-    (lambda: project(*TENSORS, out=np.empty(5, np.float32)), "found ndarray"),
     (lambda: project(G, g, warm_start=np.ones(3, complex)), "warm_start must have a real"),
-    (lambda: combine(G, g, np.ones(3, complex)), "multipliers must have a real"),
     (lambda: combine(G, g, 1.0), "multipliers must be an array.*found float"),
 ]
 

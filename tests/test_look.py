@@ -147,21 +147,17 @@ def test_the_bound_is_held_by_a_long_training_that_presses_against_it(steps_back
     assert_held(worst, 0.02)
 
 
-@pytest.mark.parametrize("change", ["other examples", "more examples", "weights set back"])
-def test_the_bound_is_held_after_a_change_of_the_set_or_of_the_weights(change):
+@pytest.mark.parametrize("change", ["other examples", "more examples"])
+def test_the_bound_is_held_after_a_change_of_the_set(change):
     """Where the loss was stored is not where the training has come from."""
     worst = {}
     for look in (1, "auto"):
         training = Training(look, sets={0: Promise(SAID, examples=None, tolerance=0.05)})
-        begin = {name: value.clone() for name, value in training.model.state_dict().items()}
         training.run(60)
-        keeper, model = training.keeper, training.model
-        if change == "weights set back":
-            model.load_state_dict(begin)
-        else:
-            if change == "other examples":
-                keeper.forget(0)
-            keeper.keep([task(2, 320)], Promise(training.losses[0], examples=None, tolerance=0.05), name=0)
+        if change == "other examples":
+            training.keeper.forget(0)
+        promise = Promise(training.losses[0], examples=None, tolerance=0.05)
+        training.keeper.keep([task(2, 320)], promise, name=0)
         worst[look] = worst_excess(training, 60)
     assert_held(worst)
 

@@ -375,17 +375,18 @@ def test_a_promise_that_no_step_would_break_moves_nothing(on):
 
 
 def test_rows_are_the_means_of_drawn_examples():
-    model, optimizer, keeper, batch = begin(loss, task(7, 6), examples=5)
+    model, optimizer, keeper, batch = begin(EACH, task(7, 6), examples=5)
     same, random = copy.deepcopy(keeper.sets), torch.Generator()
     random.set_state(keeper._random.get_state())
     drawn = set()
     for _ in range(5):
         at = [kept.draw(random) for kept in same.values()]
         drawn.update(at[0])
-        pairs = zip(at, same.values(), strict=True)
+        pairs = list(zip(at, same.values(), strict=True))
         G = rows(model, [default_collate([kept.examples[i] for i in k]) for k, kept in pairs])
         _, step = take(model, optimizer, rival(batch))
         torch.testing.assert_close(keeper.rows.G, G)
+        torch.testing.assert_close(keeper.rows.stored, torch.stack([s.losses[k].mean() for k, s in pairs]))
         assert cosines(G, step).min() > -1e-9
     assert len(drawn) == 24
 

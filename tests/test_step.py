@@ -74,19 +74,6 @@ def test_cosines_are_measured_on_the_weights_outside_of_autocast(dtype, error):
     assert float(seen.min()) > -10 * error
 
 
-@ways
-def test_a_step_that_violates_nothing_is_the_optimizers_to_the_last_bit(on):
-    data, other = task(1, dtype=torch.float32), perceptron(torch.float32)
-    model, optimizer, keeper = begin(loss, [data], model=perceptron(torch.float32), make=adamw, on=on)
-    random = torch.get_rng_state()
-    take(model, optimizer, data)
-    take(other, adamw(other.parameters()), data)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert keeper.last.num_violated == 0
-    assert keeper.last.worst_cosine > 0.1
-    assert torch.equal(flat(model), flat(other))
-
-
 @steps
 def test_what_the_optimizer_does_not_move_stays(on):
     model = perceptron()

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from gemproj.integrations.transformers import KeeperCallback  # noqa: E402
 from gemproj.torch import Promise  # noqa: E402
-from gemproj.torch.losses import Distillation  # noqa: E402
+from gemproj.torch.losses import Distillation, model_loss  # noqa: E402
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "on", "mat", "road", "and", "then", "up", "down", "red", "blue"]
 TOKENIZER = tokenizer(WORDS)
@@ -42,14 +42,9 @@ def fine_tune(model, dataset, folder, callbacks=(), **options):
     return trainer
 
 
-def loss_on(model, dataset):
-    model.eval()
-    losses = []
-    for text in dataset["text"]:
-        ids = TOKENIZER(text, return_tensors="pt").input_ids
-        with torch.no_grad():
-            losses.append(model(input_ids=ids, labels=ids).loss)
-    return float(torch.stack(losses).mean())
+@torch.no_grad()
+def loss_on(model, batches):
+    return float(torch.stack([model_loss(model, batch) for batch in batches]).mean())
 
 
 @torch.no_grad()
@@ -91,7 +86,7 @@ def test_a_script_of_the_documentation_keeps_a_promise(promise, name, tmp_path):
     assert line.would_break > 0
     assert not torch.equal(flat(model), start)
     if promise is REPLAYED:
-        assert loss_on(model, first) < loss_on(forgetful, first) - 0.01
+        assert loss_on(model.eval(), batches) < loss_on(forgetful.eval(), batches) - 0.01
     else:
         now, without = (drift(one.eval(), before.eval(), batches) for one in (model, forgetful))
         assert now < 0.0015
