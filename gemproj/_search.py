@@ -180,8 +180,7 @@ def from_gram(K: Any, b: Any, norm: Any, right: Any, resolves: float) -> tuple[A
     rounding. What is left of b beyond ``V a`` moves to the right-hand side, because only ``b - h`` matters.
     """
     t = len(norm)
-    V, a, apart, order = np.zeros((t, t)), np.zeros(t), np.zeros(t), np.zeros(t, np.int64)
-    rank = 0
+    V, a, apart, rank = np.zeros((t, t)), np.zeros(t), np.zeros(t), 0
     for i in range(t):
         apart[i] = 1.0 if norm[i] > 0.0 else 0.0
     while rank < t:
@@ -201,9 +200,9 @@ def from_gram(K: Any, b: Any, norm: Any, right: Any, resolves: float) -> tuple[A
                 V[i, rank] = (cosine - dot(V[i, :rank], V[j, :rank])) / pivot
                 apart[i] = max(apart[i] - V[i, rank] * V[i, rank], 0.0)
         a[rank] = (b[j] / norm[j] - dot(V[j, :rank], a[:rank])) / pivot
-        order[rank] = j
         rank += 1
-    V, a = V[:, :rank].copy(), a[:rank].copy()
+    if rank < t:
+        V, a = V[:, :rank].copy(), a[:rank].copy()
     for i in range(t):
         right[i] = (right[i] - b[i]) / norm[i] + dot(V[i], a) if norm[i] > 0.0 else 0.0
     return V, a

@@ -29,41 +29,50 @@ _VECTOR = ir.VectorType(_F64, LANES)
 
 
 @intrinsic
-def widen(typing_context, source, start, n, tile, row):
-    """Copy n numbers, a multiple of LANES, from ``source[start:]`` to a row of a float64 tile."""
+def pointer(typing_context, address):
+    """Return an address as a pointer, for `numba.carray`."""
 
     def generate(context, builder, signature, args):
-        data, tile = (_data(context, builder, signature.args[k], args[k]) for k in (0, 3))
-        target = builder.mul(args[4], _width(context, builder, signature.args[3], args[3]))
-        with cgutils.for_range(builder, builder.sdiv(args[2], _I64(LANES))) as loop:
-            at = builder.mul(loop.index, _I64(LANES))
-            value = _read(builder, data, builder.add(args[1], at), ahead=True)
-            builder.store(value, _place(builder, tile, builder.add(target, at)), align=8)
-        return context.get_dummy_value()
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
 
-    return types.none(source, types.int64, types.int64, tile, types.int64), generate
+    return types.voidptr(types.int64), generate
 
 
 @intrinsic
-def add_few(typing_context, rows, start, of_row, t, vectors, begin, columns, sums):
+def widen(typing_context, source, n, tile, row):
+    """Copy n numbers, a multiple of LANES, to a row of a float64 tile."""
+
+    def generate(context, builder, signature, args):
+        data, tile = (_data(context, builder, signature.args[k], args[k]) for k in (0, 2))
+        target = builder.mul(args[3], _width(context, builder, signature.args[2], args[2]))
+        with cgutils.for_range(builder, builder.sdiv(args[1], _I64(LANES))) as loop:
+            at = builder.mul(loop.index, _I64(LANES))
+            value = _read(builder, data, at, ahead=True)
+            builder.store(value, _place(builder, tile, builder.add(target, at)), align=8)
+        return context.get_dummy_value()
+
+    return types.none(source, types.int64, tile, types.int64), generate
+
+
+@intrinsic
+def add_few(typing_context, rows, of_row, t, vector, columns, sums):
     """Add the products of the rows [G; g], which are read in place, to ``sums[0]``, for t < HEIGHT.
 
-    Row r of G begins at ``rows[start + r * of_row]``, and g at ``vectors[begin]``. See `add_block`.
+    Row r of G begins at ``rows[r * of_row]``. See `add_block`.
     """
 
     def generate(context, builder, signature, args):
-        start, of_row, t, _, begin, columns, _ = args[1:]
-        G, g, sums = (_data(context, builder, signature.args[k], args[k]) for k in (0, 4, 7))
+        of_row, t, _, columns, _ = args[1:]
+        G, g, sums = (_data(context, builder, signature.args[k], args[k]) for k in (0, 3, 5))
         for count in range(1, HEIGHT):
-            starts = [builder.add(start, builder.mul(of_row, _I64(r))) for r in range(count)]
-            places = [*((G, first) for first in starts), (g, begin)]
+            places = [*((G, builder.mul(of_row, _I64(r))) for r in range(count)), (g, _I64(0))]
             pairs = [(p, q) for p in range(count + 1) for q in range(p + 1)]
             with builder.if_then(builder.icmp_signed("==", t, _I64(count))):
                 _add_products(builder, places, places, columns, sums, _I64(0), pairs, ahead=True)
         return context.get_dummy_value()
 
     integer = types.int64
-    return types.none(rows, integer, integer, integer, vectors, integer, integer, sums), generate
+    return types.none(rows, integer, integer, vector, integer, sums), generate
 
 
 @intrinsic

@@ -1,20 +1,28 @@
 """The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows).
 
-Loops run over slices, ``a = G[start : start + 1024]`` and ``range(a.size)``. An index that starts at a
+G, g and x are read and written where they are, at addresses from a table with one line per block::
+
+    address of G, of_problem, of_row, of_column, address of g, of_vector, address of x, of_x, columns
+
+Steps are in numbers: entry k of row r of problem p of G is ``p * of_problem + r * of_row + k * of_column``
+numbers after the first one. The entries of g and of x are adjacent.
+
+Loops run over slices, ``a = row[start : start + 1024]`` and ``range(a.size)``. An index that starts at a
 variable may be negative for all that numba knows; it then wraps around, and LLVM reads one number at a time.
-Arrays have one dimension, because only the entries of such an array are known to be adjacent: entry k of row
-r of problem p of G is at ``p * of_problem + r * of_row + k * of_column``. The entries of g are adjacent.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numba import carray
 from numba.core import types
 from numba.extending import overload
 
-from gemproj.backends.numba.block import HEIGHT, LANES, MULTIPLE, add_block, add_few, widen
+from gemproj.backends.numba.block import HEIGHT, LANES, MULTIPLE, add_block, add_few, pointer, widen
 from gemproj.backends.numba.jit import entry, fast
 
+# Entries of an array at an address, as far as its slices know; more than there are.
+_MANY = 1 << 48
 # Columns whose products are summed before they are added to a total; columns of x computed at a time.
 _CHUNK, _PART = 1024, 1024
 # Bytes of a tile, and its minimum number of columns. It stays in a first-level cache, or, of columns of G for
@@ -52,6 +60,12 @@ def _rounded(value, like):
 
 
 @fast
+def _at(address, step, like):
+    """Return the numbers from an address on, after a step, as an array with the dtype of `like`."""
+    return carray(pointer(address + step * like.itemsize), (_MANY,), like.dtype)
+
+
+@fast
 def _room(rows, width):
     """Return an array (rows, width) that begins at a cache line, so that no vector lies on two."""
     room = np.empty(rows * width + 8)
@@ -60,12 +74,12 @@ def _room(rows, width):
 
 
 @fast
-def _widen(source, start, n, tile, row):
-    """Copy n numbers from ``source[start:]`` to a row of a float64 tile."""
+def _widen(source, n, tile, row):
+    """Copy n numbers to a row of a float64 tile."""
     done = n - n % LANES
-    widen(source, start, done, tile, row)
+    widen(source, done, tile, row)
     for i in range(done, n):
-        tile[row, i] = number(source[start + i])
+        tile[row, i] = number(source[i])
 
 
 @fast
@@ -100,9 +114,9 @@ def _one(columns, of_column, a):
 
 
 @fast
-def _turn(source, of_row, of_column, t, n, tile):
+def _turn(G, of_row, of_column, t, n, like, tile):
     """Copy n columns of G to the rows of a float64 tile, where the entries of a row are not adjacent in G."""
-    done = 0
+    done, source = 0, _at(G, 0, like)
     if of_row == 1 and of_column == t == 2:  # with a known step, LLVM reads and shuffles whole vectors
         _two(source[: 2 * n], tile[0, :n], tile[1, :n])
         done = 2
@@ -117,7 +131,7 @@ def _turn(source, of_row, of_column, t, n, tile):
         for r in range(0, done, 4):
             _four(source[r:], of_column, tile[r, :n], tile[r + 1, :n], tile[r + 2, :n], tile[r + 3, :n])
     for r in range(done, t):
-        _one(source[r * of_row :], of_column, tile[r, :n])
+        _one(_at(G, r * of_row, like), of_column, tile[r, :n])
 
 
 @fast
@@ -155,15 +169,13 @@ def _collect(sums, rows, t, first, total):
 
 
 @entry
-def sum_products(
-    begin, end, rows, of_row, of_column, of_problem, vectors, of_vector, problems, n, piece, t, together,
-    totals,
-):  # fmt: skip
+def sum_products(begin, end, table, like, problems, piece, t, together, totals):
     """Add the products of the rows [G; g] over the columns of pieces ``begin .. end - 1`` to `totals`.
 
-    Pieces of n columns are numbered across problems: piece k of problem p is ``k * problems + p``. With one G
-    for many g, `together` of them, a multiple of HEIGHT, count as one problem. `totals` is (pieces, problems,
-    size), or (pieces, 1, size) for the sums over all problems.
+    A table of one line is divided into pieces of so many columns, numbered across problems: piece k of
+    problem p is ``k * problems + p``. With one G for many g, `together` of them, a multiple of HEIGHT, count
+    as one problem. Each line of a longer table is one piece. `totals` is (pieces, problems, size), or has
+    length one for sums over all pieces.
     """
     items, first, height = -(-problems // together), t, t + 1
     if together > 1:  # whole groups of rows, so that the bits of a g do not depend on the others
@@ -174,28 +186,31 @@ def sum_products(
     tile, sums = _room(height, width), _room(groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES)
     if together > 1:
         tile[:] = 0.0
-    few = together == 1 and 0 < t < HEIGHT and of_column == 1
     for i in range(begin, end):
-        k, p = i // items, i % items
+        k, p, line = (i // items, i % items, table[0]) if len(table) == 1 else (0, 0, table[i])
+        G, of_problem, of_row, of_column = line[0], line[1], line[2], line[3]
+        g, of_vector, n = line[4], line[5], line[8]
+        few = together == 1 and 0 < t < HEIGHT and of_column == 1
         sums[:] = 0.0
         start, stop = k * piece, min((k + 1) * piece, n)
         while start < stop:
             here = min(width, stop - start)
-            at, v = p * of_problem + start * of_column, p * together * of_vector + start
+            rows = G + (p * of_problem + start * of_column) * like.itemsize
+            vectors = g + (p * together * of_vector + start) * like.itemsize
             if few and here >= MULTIPLE:
                 here -= here % MULTIPLE  # few rows are multiplied in place
-                add_few(rows, at, of_row, t, vectors, v, here, sums)
+                add_few(_at(rows, 0, like), of_row, t, _at(vectors, 0, like), here, sums)
             else:
                 if of_column == 1:
                     for r in range(t):
-                        _widen(rows, at + r * of_row, here, tile, r)
+                        _widen(_at(rows, r * of_row, like), here, tile, r)
                 else:
-                    _turn(rows[at:], of_row, of_column, t, here, tile)
+                    _turn(rows, of_row, of_column, t, here, like, tile)
                 for r in range(min(together, problems - p * together)):
-                    _widen(vectors, v + r * of_vector, here, tile, first + r)
+                    _widen(_at(vectors, r * of_vector, like), here, tile, first + r)
                 _add_tile(tile, height, here, sums)
             start += here
-        _collect(sums, height, t, first, totals[k, min(p, totals.shape[1] - 1)])
+        _collect(sums, height, t, first, totals[min(k, len(totals) - 1), p])
 
 
 @fast
@@ -211,7 +226,7 @@ def _add_one(p, a, out):
 
 
 @fast
-def _add_rows(lam, chosen, rows, at, of_row, out):
+def _add_rows(lam, chosen, rows, of_row, like, out):
     """Add the chosen rows times their multipliers."""
     n, count = out.size, chosen.size
     for c in range(0, count - 1, 3):
@@ -219,47 +234,50 @@ def _add_rows(lam, chosen, rows, at, of_row, out):
         d = chosen[c + 2] if c + 2 < count else b
         _add_three(
             lam[a],
-            rows[at + a * of_row : at + a * of_row + n],
+            _at(rows, a * of_row, like)[:n],
             lam[b],
-            rows[at + b * of_row : at + b * of_row + n],
+            _at(rows, b * of_row, like)[:n],
             lam[d] if c + 2 < count else 0.0,
-            rows[at + d * of_row : at + d * of_row + n],
+            _at(rows, d * of_row, like)[:n],
             out,
         )
     if count % 3 == 1:
         a = chosen[count - 1]
-        _add_one(lam[a], rows[at + a * of_row : at + a * of_row + n], out)
+        _add_one(lam[a], _at(rows, a * of_row, like)[:n], out)
 
 
 @entry
-def write_combinations(
-    begin, end, rows, of_row, of_column, of_problem, vectors, of_vector, problems, n, piece, lams, x, of_x
-):
+def write_combinations(begin, end, table, like, problems, piece, together, lams):
     """Write pieces ``begin .. end - 1`` of ``x = g + G'lam``, numbered as in `sum_products`.
 
-    `lams` is (problems, t), or (1, t) for all problems.
+    `lams` is (problems, t).
 
     Sums are in float64 and stay in cache. x is written after its sums are complete, because x may be g.
     """
-    t = lams.shape[1]
-    width = _PART if of_column == 1 else min(_PART, max(_LEAST, _TURNED // (8 * t)))
-    part, chosen = np.empty((1, _PART)), np.empty(t, np.int64)
-    tile = np.empty((0 if of_column == 1 else t, width))
+    t, items = lams.shape[1], -(-problems // together)
+    part, chosen, turned = np.empty((1, _PART)), np.empty(t, np.int64), np.empty((0, 0))
     for i in range(begin, end):
-        k, p = i // problems, i % problems
-        lam, count = lams[min(p, len(lams) - 1)], 0
-        for r in range(lam.size):  # rows whose multiplier is zero need not be finite
-            if lam[r] != 0.0:
-                chosen[count] = r
-                count += 1
+        k, first, line = (i // items, i % items * together, table[0]) if len(table) == 1 else (0, 0, table[i])
+        G, of_problem, of_row, of_column = line[0], line[1], line[2], line[3]
+        g, of_vector, to, of_x, n, width = line[4], line[5], line[6], line[7], line[8], _PART
+        if of_column != 1:
+            width = min(_PART, max(_LEAST, _TURNED // (8 * t)))
+            turned = np.empty((t, width)) if turned.size == 0 else turned
         stop = min((k + 1) * piece, n)
         for start in range(k * piece, stop, width):
             here = min(width, stop - start)
-            out, at, to = part[0, :here], p * of_problem + start * of_column, p * of_x + start
-            _widen(vectors, p * of_vector + start, here, part, 0)
-            if of_column == 1:
-                _add_rows(lam, chosen[:count], rows, at, of_row, out)
-            else:
-                _turn(rows[at:], of_row, of_column, t, here, tile)
-                _add_rows(lam, chosen[:count], tile.reshape(-1), 0, width, out)
-            _narrow(out, x[to : to + here])
+            rows = G + (first // together * of_problem + start * of_column) * like.itemsize
+            if of_column != 1:
+                _turn(rows, of_row, of_column, t, here, like, turned)
+            for p in range(first, min(first + together, problems)):
+                lam, count, out = lams[p], 0, part[0, :here]
+                for r in range(t):  # rows whose multiplier is zero need not be finite
+                    if lam[r] != 0.0:
+                        chosen[count] = r
+                        count += 1
+                _widen(_at(g, p * of_vector + start, like), here, part, 0)
+                if of_column == 1:
+                    _add_rows(lam, chosen[:count], rows, of_row, like, out)
+                else:
+                    _add_rows(lam, chosen[:count], turned.ctypes.data, width, turned, out)
+                _narrow(out, _at(to, p * of_x + start, like)[:here])
