@@ -324,8 +324,13 @@ def test_stored_losses_that_depend_on_the_batch_are_told():
     keeper = begin()[2]
     with pytest.warns(UserWarning, match="depend on the other examples of their batch"):
         keeper.keep([task(0)], Promise(contrastive, tolerance=0.0, examples=4), name="few")
+
+    def drawing(model, batch):
+        return EACH(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
     # No warning if all are used in each step, or each one alone; warnings are errors here.
     keeper.keep([task(0)], Promise(contrastive, tolerance=0.0, examples=None), name="all")
+    keeper.keep([task(0)], Promise(drawing, tolerance=0.0, examples=4), name="random")
     keeper.keep([task(0)], Promise(EACH, tolerance=0.0, examples=4), name="apart")
 
 

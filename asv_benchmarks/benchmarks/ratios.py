@@ -29,3 +29,24 @@ class Ratios(Benchmark):
     @labelled("project / A-GEM as published (torch)", "times as long as A-GEM on a given gradient")
     def track_to_agem_published(self, method, t, d):
         return self.ratio(method, lambda: agem_published(self.G[0], self.g))
+
+
+class Blocks(Benchmark):
+    """300 blocks, as of a model with as many parameters, over one array of all columns; two rows of float32."""
+
+    params = (["numpy", "torch"], [256, 4096])
+    param_names = ("library", "columns of a block")
+
+    def setup(self, library, n):
+        G, g, _ = problem(library, "float32", 2, 300 * n)
+        self.whole = G, g
+        self.blocks = (
+            [1.0 * G[:, k : k + n] for k in range(0, 300 * n, n)],
+            [1.0 * g[k : k + n] for k in range(0, 300 * n, n)],
+        )
+
+    @labelled("project, 300 blocks / one array", "times as long as one array")
+    def track_to_one_array(self, library, n):
+        calls = {"blocks": Call(lambda: project(*self.blocks)), "one": Call(lambda: project(*self.whole))}
+        times = in_turn(calls, 0.1)
+        return float(f"{min(times['blocks']) / min(times['one']):.3g}")

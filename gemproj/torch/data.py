@@ -304,8 +304,7 @@ def kind_of(example: Any) -> str:
 
 def owned(examples: Iterable[Any]) -> list[Any]:
     """Return copies of examples that later changes do not reach; raise for types that cannot be stored."""
-    with torch.inference_mode(False):  # inference tensors cannot be used in training
-        return [map_nested(_copied, one, _is_plain_list) for one in examples]
+    return [map_nested(_copied, one, _is_plain_list) for one in examples]
 
 
 def _is_plain_list(value: Any) -> bool:

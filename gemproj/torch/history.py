@@ -234,8 +234,11 @@ class History:
         """Add the statistics of a step, in place of those of a part of it if they were the last ones."""
         if (sol := step._solution) is None:
             return
-        if part is not None and self._pending and self._pending[-1][1] is part:
-            self._pending[-1] = self._pending[-1][0], step
+        if part is not None and part._solution is not None:
+            if (
+                self._pending and self._pending[-1][1] is part
+            ):  # else it is counted, because a number was read
+                self._pending[-1] = self._pending[-1][0], step
             return
         most = min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
         # Steps that are counted together share the sets, where they are, and which values are None.

@@ -79,9 +79,10 @@ def examine(
         """Warn if losses depend on the other examples of a batch, which change, by those of the first two."""
         batch, stored = replace(kept, outputs=found).fetch([0, 1], vector.device)
         with torch.no_grad():
-            alone = call_loss(loss, model, batch, 2, stored)
-        apart = float((alone - among_more[:2]).abs().max())
-        if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
+            alone, again = (call_loss(loss, model, batch, 2, stored) for _ in range(2))
+        apart, drawn = (float((alone - other).abs().max()) for other in (among_more[:2], again))
+        rounding = 0.03 * (1 + float(among_more.abs().max()))  # of bfloat16
+        if apart > rounding >= drawn:  # a loss may draw random numbers, as those of diffusion models do
             warn(
                 f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by "
                 f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "

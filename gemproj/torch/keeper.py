@@ -282,15 +282,14 @@ class KeeperBase:
             if known is not None:
                 promise, collate = known.promise, known.collate
             elif one["own"]:
-                lacks = f"The set {name!r} had a promise of its own"
+                lacks = f"The set {name!r} had a promise of its own, which is not in a state"
             if not one["collated"]:
                 collate = default_collate
             elif collate in (None, default_collate):
-                lacks = f"The examples of {name!r} were kept with a collate function"
+                lacks = f"The examples of {name!r} were kept with a collate function, which is not in a state"
             if lacks or collate is None:
                 raise ValueError(
-                    f"{lacks}, which is not in a state. Before loading call keep(..., name={name!r}) as the "
-                    "saved training did."
+                    f"{lacks}. Before loading call keep(..., name={name!r}) as the saved training did."
                 )
             sets[name] = KeptSet.from_state_dict(one, promise, collate)
         random = torch.Generator()
