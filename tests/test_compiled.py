@@ -213,6 +213,14 @@ def test_blocks_that_the_loops_cannot_read_are_copied(change, rng):
         assert_close(x, project(G.copy(), g.copy())[i::3], atol=1e-13)
 
 
+@pytest.mark.parametrize("host", ["numpy", "torch"], indirect=True)
+@pytest.mark.parametrize(("t", "d"), [(0, 7), (3, 0)])
+def test_no_rows_and_no_columns_in_any_layout(host, t, d, rng):
+    G, g = host.array(np.zeros((t, 2 * d))), host.array(rng.standard_normal(2 * d))
+    for rows, vector in ((G[:, ::2], g[::2]), (G[:, :d], g[:d])):
+        np.testing.assert_array_equal(host.numpy(project(rows, vector)), host.numpy(vector))
+
+
 AHEAD = """
 import numpy as np
 from gemproj import combine, gram, project, solve_gram

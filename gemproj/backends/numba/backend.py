@@ -82,7 +82,9 @@ class Numba:
         self.table, self.parts = np.empty((0, 9), np.int64), list[int]()
         if len(problem.rows) > 1:
             self._divide(problem)
-        elif found := readable(problem.rows[0], problem.vector[0], self.problems, t, n):
+            return
+        of_rows = (1 if problem.shared else self.problems, t, n)
+        if found := readable(problem.rows[0], problem.vector[0], of_rows, (self.problems, n)):
             self._held, G, g, of_problem, *steps, of_vector = found
             of_problem = 0 if problem.shared else of_problem
             self.table = np.array([[G, of_problem, *steps, g, of_vector, 0, n, n]])
@@ -100,7 +102,8 @@ class Numba:
             return  # tensors without memory of their own
         steps = np.stack([columns, np.ones_like(columns)])  # of_row, of_column
         for k in np.flatnonzero(~plain):
-            found = readable(rows[k], vector[k], 1, t, problem.sizes[k])
+            n = problem.sizes[k]
+            found = readable(rows[k], vector[k], (1, t, n), (1, n))
             plain[k] = found is not None and (*places[:, k],) == found[1:3]  # views, no copies
             steps[:, k] = found[4:6] if found is not None and plain[k] else _COPIED
         # A block that has to be copied is one line, to be copied once.
@@ -227,15 +230,18 @@ def address(a: Array) -> int:
         return int(a.__array_interface__["data"][0])
 
 
-def readable(G: Array, g: Array, problems: int, t: int, n: int) -> tuple[Any, ...] | None:
-    """Return what the loops read of a block: arrays that hold its memory, their addresses and steps.
+def readable(
+    G: Array, g: Array, of_rows: tuple[int, int, int], of_vector: tuple[int, int]
+) -> tuple[Any, ...] | None:
+    """Return what the loops read of a block of such shapes: arrays with its memory, addresses and steps.
 
     The steps are of_problem, of_row, of_column and of_vector. Return None for columns in reverse, entries at
     odd addresses, entries of g that are not adjacent, or tensors without memory of their own.
     """
-    steps: list[Any] = [t * n, n, 1, n]
+    n = of_vector[-1]
+    steps: list[Any] = [of_rows[1] * n, n, 1, n]
     if not (is_contiguous(G) and is_contiguous(g)):
-        G, g = G.reshape((-1, t, n)), g.reshape((problems, n))  # views if possible
+        G, g = G.reshape(of_rows), g.reshape(of_vector)  # views if possible
         *steps, of_entry = *_steps(G), *_steps(g)
         if n == 1:  # a step that is not taken
             steps[2] = of_entry = 1
