@@ -32,7 +32,7 @@ class Ratios(Benchmark):
 
 
 class Blocks(Benchmark):
-    """300 blocks, as of a model with as many parameters, over one array of all columns; two rows of float32."""
+    """300 blocks, as of a model with as many parameters, over one array; two rows of float32."""
 
     params = (["numpy", "torch"], [256, 4096])
     param_names = ("library", "columns of a block")
