@@ -228,5 +228,7 @@ def test_tensors_without_memory_of_their_own():
     torch.testing.assert_close(project(G, g, out=torch._neg_view(out)), project(G, g))
     nothing = torch._efficientzerotensor((7,), dtype=torch.float64)
     assert torch.equal(project(G, nothing), torch.zeros(7, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="immutable"):
+        project(G, g, out=nothing)
     with FakeTensorMode():
         assert project(torch.eye(4), -torch.ones(4)).shape == (4,)

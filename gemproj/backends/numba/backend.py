@@ -93,11 +93,9 @@ class Numba:
         """Make the table of several blocks, and divide it into parts of about the columns of a piece."""
         t, piece, size = problem.t, self.piece, self.like.itemsize
         rows, vector, columns = problem.rows, problem.vector, np.array(problem.sizes)
-        adjacent, place = is_contiguous, address
-        if problem.is_torch:  # a third of the time, for hundreds of blocks
-            adjacent, place = problem.xp.Tensor.is_contiguous, problem.xp.Tensor.data_ptr
+        adjacent = problem.xp.Tensor.is_contiguous if problem.is_torch else is_contiguous
         plain: Any = np.all([list(map(adjacent, a)) for a in (rows, vector)], axis=0)
-        places = np.array([list(map(place, a)) for a in (rows, vector)])
+        places = np.array([addresses(rows), addresses(vector)])
         if not (places.all(axis=0) | (columns == 0)).all():
             return  # tensors without memory of their own
         steps = np.stack([columns, np.ones_like(columns)])  # of_row, of_column
@@ -126,7 +124,7 @@ class Numba:
         for j in np.flatnonzero(table[:, 3] == _COPIED):
             k = self._blocks[first + j]
             held += [copied(problem.rows[k]), copied(problem.vector[k])]
-            table[j, 0], table[j, 4], table[j, 2:4] = address(held[-2]), address(held[-1]), (table[j, 8], 1)
+            (table[j, 0], table[j, 4]), table[j, 2:4] = addresses(held[-2:]), (table[j, 8], 1)
         return table, held
 
     def gram(self, problem: Problem) -> Gram:
@@ -164,7 +162,7 @@ class Numba:
         m, n = self.problems, problem.columns
         lams = np.array(lam, np.float64).reshape((m, problem.t))
         made = [a if is_contiguous(a) else empty_as(a) for a in x]
-        places = list(map(address, made))
+        places = addresses(made)
         if problem.is_torch and any(
             a.is_neg() or (n and not at) for a, n, at in zip(x, problem.sizes, places, strict=True)
         ):
@@ -220,14 +218,14 @@ def copied(a: Array) -> Array:
     return made
 
 
-def address(a: Array) -> int:
-    """Return the address of the first entry of an array; 0 for a tensor without memory of its own."""
-    if not isinstance(a, np.ndarray):
-        return int(a.data_ptr())
-    try:
-        return ctypes.addressof(_BYTE.from_buffer(a))  # a quarter of the time of what follows
-    except (TypeError, ValueError):  # it is read-only, empty, or not contiguous
-        return int(a.__array_interface__["data"][0])
+def addresses(arrays: list[Array]) -> list[int]:
+    """Return the addresses of the first entries of arrays; 0 for a tensor without memory of its own."""
+    if not isinstance(arrays[0], np.ndarray):
+        return [a.data_ptr() for a in arrays]
+    try:  # a quarter of the time of what follows
+        return list(map(ctypes.addressof, map(_BYTE.from_buffer, arrays)))
+    except (TypeError, ValueError):  # one is read-only, empty, or not contiguous
+        return [a.__array_interface__["data"][0] for a in arrays]
 
 
 def readable(
@@ -247,7 +245,7 @@ def readable(
             steps[2] = of_entry = 1
         if steps[2] < 0 or of_entry != 1 or not all(float(step).is_integer() for step in steps):
             return None
-    of_G, of_g = address(G), address(g)
+    of_G, of_g = addresses([G, g])
     return ((G, g), of_G, of_g, *map(int, steps)) if of_G and of_g else None
 
 
