@@ -235,9 +235,8 @@ class History:
         if (sol := step._solution) is None:
             return
         if part is not None and part._solution is not None:
-            if (
-                self._pending and self._pending[-1][1] is part
-            ):  # else it is counted, because a number was read
+            # If numbers were read in between, the part is counted already.
+            if self._pending and self._pending[-1][1] is part:
                 self._pending[-1] = self._pending[-1][0], step
             return
         most = min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)

@@ -174,8 +174,8 @@ def sum_products(begin, end, table, like, problems, piece, t, together, totals):
 
     A table of one line is divided into pieces of so many columns, numbered across problems: piece k of
     problem p is ``k * problems + p``. With one G for many g, `together` of them, a multiple of HEIGHT, count
-    as one problem. Each line of a longer table is one piece. `totals` is (pieces, problems, size), or has
-    length one for sums over all pieces.
+    as one problem. Each line of a longer table is one piece. `totals` is (pieces, problems, size), with a
+    length of one for the lines of a longer table.
     """
     items, first, height = -(-problems // together), t, t + 1
     if together > 1:  # whole groups of rows, so that the bits of a g do not depend on the others
@@ -210,7 +210,7 @@ def sum_products(begin, end, table, like, problems, piece, t, together, totals):
                     _widen(_at(vectors, r * of_vector, like), here, tile, first + r)
                 _add_tile(tile, height, here, sums)
             start += here
-        _collect(sums, height, t, first, totals[min(k, len(totals) - 1), p])
+        _collect(sums, height, t, first, totals[k, p])
 
 
 @fast
