@@ -1,6 +1,7 @@
 """When rows are computed: a step of ``look="auto"`` needs none while no loss is forecast to pass its bound."""
 
 import copy
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from gemproj.torch.losses import Distillation  # noqa: E402
 from gemproj.torch.memory import Draw  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:A tolerance of 100 nats")  # far from any loss
-MOST = 64  # steps between two looks
+MOST, PRESSED = 64, 8  # steps between two looks, and if a loss may pass its bound
 
 
 class Looks:
@@ -123,10 +124,10 @@ def test_the_bound_is_held_as_with_a_look_in_every_step(make, rate, on):
 
 @pytest.mark.parametrize("steps_back", [(), (70, 140)], ids=["on and on", "weights set back"])
 def test_the_bound_is_held_by_a_long_training_that_presses_against_it(steps_back):
-    """The way from where the loss was stored becomes long, and tells nothing of the curvature any more."""
-    worst = {}
-    for look in (1, "auto"):
-        torch.manual_seed(4)
+    """Old curvatures tell nothing of the next ones; the excess is that of three seeds, on average."""
+    worst = {1: 0.0, "auto": 0.0}
+    for look, seed in itertools.product(worst, (4, 5, 6)):
+        torch.manual_seed(seed)
         x, new, rule = torch.randn(60, 8) - 1, torch.randn(200, 8) + 1, torch.randn(8, 4)
         model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
         said_of = Distillation(lambda model, x: model(x))
@@ -143,7 +144,7 @@ def test_the_bound_is_held_by_a_long_training_that_presses_against_it(steps_back
             nn.functional.cross_entropy(model(some), (some @ rule).argmax(1)).backward()
             optimizer.step()
             losses.append(said_of(model, x, said).mean().item())
-        worst[look] = max(losses) - 0.02
+        worst[look] += (max(losses) - 0.02) / 3
     assert_held(worst, 0.02)
 
 
@@ -188,22 +189,16 @@ def test_promises_without_a_tolerance_or_with_a_weight_look_in_every_step():
 
 
 def test_sets_look_one_by_one():
-    """The rows of both are computed by themselves, and a row stays as it is while only the other one is."""
-    training = Training(sets={"near": Promise(SAID, tolerance=0.01), "far": Promise(SAID, tolerance=1.0)})
-    moved, before = {"near": 0, "far": 0}, None
-    for _ in range(100):
-        training.run(1)
-        now = training.keeper.rows.G.clone()
-        if before is not None:
-            for k, name in enumerate(moved):
-                looked = training.looks(name)[-1] == training.clock[0]
-                assert torch.equal(now[k], before[k]) is not looked
-                moved[name] += looked
-        before = now
-    assert 0 < moved["far"] < moved["near"] / 2
-    looks = [len(training.looks(name)) for name in moved]
+    """The loss of a set is computed by itself, while the row of another one is modelled."""
+    sets = {"near": Promise(SAID, tolerance=0.01), "far": Promise(SAID, tolerance=1.0)}
+    training = Training(rate=1e-3, sets=sets)
+    training.run(100)
+    near, far = (set(training.looks(name)) for name in sets)
+    assert near - far
+    assert far - near
+    assert len(far) < len(near) / 2
     lines = training.keeper.report()
-    assert [lines[name].looks for name in moved] == looks
+    assert [lines[name].looks for name in sets] == [len(near), len(far)]
     assert lines["far"].steps == lines["near"].steps == 100
 
 
@@ -286,89 +281,179 @@ class Quadratic:
         return (model.weight - outputs).square().sum(1)
 
 
-def test_the_forecast_of_a_quadratic_loss_along_a_line_is_exact():
-    """The weight moves by .01 in each step, so that the loss is that number squared.
-
-    No step ends farther from the last look than twice the way between the last two looks.
-    """
+def quadratic(steps):
+    """Take random steps; yield the keeper, where the weight was, and the error of its loss."""
+    torch.manual_seed(0)
     model, promise = nn.Linear(4, 1, bias=False).double(), Promise(Quadratic(), tolerance=0.09)
-    start, way = model.weight.detach().clone(), torch.tensor([[0.6, 0.0, -0.8, 0.0]]).double()
+    start = model.weight.detach().clone()
     options = {"model": model, "make": lambda p: sgd(p, 1.0), "look": "auto", "on": "both"}
     _, optimizer, keeper = begin(promise, [torch.ones(3, 4).double()], **options)
-    forecasts, last, gap = 0, 0, 0
-    for step in range(40):
-        model.weight.grad = -0.01 * way
-        now = float((model.weight.detach() - start).square().sum())
+    for _ in range(steps):
+        model.weight.grad = 0.02 * torch.randn(1, 4).double()
+        before = model.weight.detach() - start
         looked = keeper.report()[0].looks
         optimizer.step()
-        if keeper.report()[0].looks > looked:
-            last, gap = step, step - last
-        else:
-            assert float(keeper.rows.losses) == pytest.approx(now, rel=1e-9)
-            assert step + 1 - last <= 2 * gap
-            forecasts += 1
-    assert forecasts > 10
-    assert float((model.weight.detach() - start).norm()) == pytest.approx(0.3, rel=1e-6)
+        looks = keeper.report()[0].looks
+        losses = keeper.rows.losses if keeper._forecast.age else keeper.last.losses  # of a projected step
+        error = abs(float(losses) - float(before.square().sum())) if looks == looked else None
+        yield keeper, before, error
 
 
-def begun(losses, names="a", rise=0.01, **known):
-    """Return a forecast of these losses, of whose last look this is known, and rows in a step.
+def test_the_curvature_of_a_loss_that_curves_alike_in_all_directions_is_learned():
+    """It is one, and each look finds three tenths of what is missing."""
+    learned = [float(keeper._forecast.known[1]) for keeper, *_ in quadratic(300)]
+    looks = sorted(set(learned))
+    assert learned == sorted(learned)
+    assert looks[:4] == pytest.approx([0.0, 0.3, 0.51, 0.657], rel=1e-6)
+    assert 0.9 < looks[-1] < 1.0
+    errors = [error for *_, error in quadratic(300) if error is not None]
+    assert max(errors) < 0.05 * 0.1 * 0.09  # what is accepted for a loss up to a tenth of the tolerance
+    assert len(errors) > 200
 
-    Each step has length .1 and raises each loss by `rise` to first order.
-    """
-    losses, square = torch.tensor(losses, dtype=torch.float64), torch.tensor(0.01, dtype=torch.float64)
-    cpu, alone = torch.device("cpu"), SimpleNamespace(world=1)
-    vector = SimpleNamespace(device=cpu, topology=alone, read_step=lambda: None)
-    rows = SimpleNamespace(
-        names=list(names), losses=losses, stored=0.0 * losses, vector=vector,
-        products=lambda step: (square, torch.full_like(losses, -rise)),
-    )  # fmt: skip
-    none = 0.0 * losses
-    numbers = [losses, none + known["way"], none + known["safety"], none, none, none, none + 0.2]
-    forecast = Forecast.from_state_dict({"names": rows.names, "known": torch.stack(numbers)})
-    return forecast, rows, forecast.due(rows, SimpleNamespace(tolerance=1.0, weight=None), False)
+
+def test_with_the_right_curvature_losses_and_rows_are_exact():
+    told = modelled = 0
+    for step, (keeper, before, error) in enumerate(quadratic(60)):
+        if step == 5:
+            keeper._forecast.known[1], keeper._forecast.known[2] = 1.0, 0.0
+        told = told or (step if step > 5 and error is None else 0)  # the look from which this is used
+        if told and step > told and error is not None:
+            assert error < 1e-9
+            modelled += 1
+            if keeper._forecast.age == 0:  # the step was projected
+                torch.testing.assert_close(keeper.rows.G, 2.0 * before, rtol=1e-7, atol=1e-9)
+    assert modelled > 20
+
+
+class Modelled:
+    """Rows after a way of length .1, which has raised each loss by `rise` to first order."""
+
+    def __init__(self, losses, rise):
+        self.losses, self.stored, self.names, self._rise = (
+            losses,
+            0.0 * losses,
+            list("abc")[: len(losses)],
+            rise,
+        )
+        alone = SimpleNamespace(world=1)
+        self.vector = SimpleNamespace(device=torch.device("cpu"), topology=alone, read_step=lambda: None)
+        self.unsure = self.moved = None
+        self.variance = 0.0  # of the losses of the drawn examples
+
+    def __len__(self):
+        return len(self.losses)
+
+    def products(self, step):
+        return torch.tensor(0.01, dtype=torch.float64), torch.full_like(self.losses, -self._rise)
+
+    def move(self, step, curvature):
+        self.moved = curvature
+
+    def squares(self, draws):
+        return self.losses**2 + self.variance
+
+
+def begun(loss, rise=0.01, curvature=0.0, error=0.0, most=0.2, age=5, weight=None):
+    """Return a forecast of a loss with a tolerance of one, its rows, and what is due and projected after a way."""
+    rows = Modelled(torch.tensor([loss], dtype=torch.float64), rise)
+    known = torch.tensor([[loss, curvature, error, 0.0, 0.0, 0.0, most]], dtype=torch.float64).T
+    forecast = Forecast.from_state_dict({"names": rows.names, "known": known})
+    forecast.age = age - 1
+    return (
+        forecast,
+        rows,
+        forecast.due(rows, SimpleNamespace(tolerance=torch.ones(1).double(), weight=weight), False),
+    )
 
 
 @pytest.mark.parametrize(
-    ("loss", "way", "safety", "now", "found", "then"),
+    ("known", "due", "projects"),
     [
-        (0.2, 0.0, 1.5, 0.21, 0.42, (0.42, 2.0)),  # twice as much, where no curvature is known
-        (0.4, 0.1, 2.0, 0.81, 0.61, (0.71, 1.9)),  # between the forecast and what is drawn
-        (0.4, 0.1, 2.0, 0.81, 99.0, (49.905, 4.0)),
-        (-0.5, 0.1, 1.5, -0.49, -0.4, (-0.445, 1.45)),  # which has no curvature
-        (0.0, 0.0, 3.0, 0.01, 0.12, (0.12, 2.8)),  # less than a tenth of the tolerance counts as that
-        (0.4, 0.1, 2.0, 0.81, 0.02, (0.02, 1.9)),  # set back
+        ({"loss": 0.5, "rise": 0.37}, False, False),  # .944 after the next step, and a twentieth
+        ({"loss": 0.5, "rise": 0.38}, False, True),  # .956
+        ({"loss": 0.5, "rise": 0.0, "curvature": 31.0}, False, False),  # 31 * .12^2
+        ({"loss": 0.5, "rise": 0.0, "curvature": 32.0}, False, True),
+        ({"loss": 0.6, "rise": -0.1, "curvature": 31.0}, False, False),  # which does not fall on
+        ({"loss": 0.6, "rise": -0.1, "curvature": 32.0}, False, True),
+        ({"loss": 0.5, "rise": 0.0, "error": 32.0}, False, False),
+        ({"loss": 0.5, "rise": 0.0, "error": 34.0}, False, True),
+        ({"loss": -0.5, "error": 100.0}, False, False),
+        ({"loss": 0.5, "most": 0.121}, False, False),  # the next step ends at .12
+        ({"loss": 0.5, "most": 0.119}, True, True),
+        ({"loss": 0.5, "age": MOST - 1}, False, False),
+        ({"loss": 0.5, "age": MOST}, True, True),
+        ({"loss": 0.99, "age": PRESSED - 1}, False, True),
+        ({"loss": 0.99, "age": PRESSED}, True, True),
+        ({"loss": 0.5, "weight": torch.ones(1)}, True, True),
     ],
 )
-def test_what_a_look_learns_from_the_error_of_its_forecast(loss, way, safety, now, found, then):
-    """The loss and the safety then; of what is above one, nine tenths of the safety are left.
-
-    A loss much smaller than at the last look is that of weights that were set back.
-    """
-    forecast, rows, _ = begun([loss], way=way, safety=safety)
+def test_when_a_row_is_computed_and_when_a_step_is_projected(known, due, projects):
+    forecast, rows, found = begun(**known)
+    assert found == ([due], projects)
+    curvature, error = known.get("curvature", 0.0), known.get("error", 0.0)
+    now = known["loss"] + known.get("rise", 0.01) + 0.01 * curvature
     assert float(rows.losses) == pytest.approx(now)
-    rows.losses[0] = found
-    forecast.take(rows, [True], 1.0)
-    ways = (0.0, 0.0) if found == 0.02 else (way + 0.1, 0.1)
-    assert forecast.known[:, 0].tolist() == pytest.approx([then[0], ways[0], then[1], 0, 0, 0, ways[1]])
+    if projects:  # the rows move with the weights that are copied
+        assert float(rows.moved) == 2.0 * curvature
+        assert float(rows.unsure) == pytest.approx(0.01 * error + 0.05 * abs(now))
+        expected = [now, curvature, error, 0.0, 0.1, known.get("age", 5), known.get("most", 0.2)]
+        assert forecast.known[:, 0].tolist() == pytest.approx(expected)
+        assert forecast.age == 0
+    else:
+        assert rows.moved is None
+        assert forecast.age == known.get("age", 5)
 
 
-def test_a_row_is_due_before_a_step_in_which_its_loss_may_pass_the_bound():
-    for before, rise, safety, due in (
-        (0.5, 0.24, 1.0, False), (0.5, 0.26, 1.0, True), (0.5, 0.24, 1.1, True), (-0.1, 0.01, 9.0, False),
-        (-0.1, 0.01, 20.0, True),
-    ):  # fmt: skip
-        assert begun([before], rise=rise, way=9.0, safety=safety)[2] == [due]
+def draw(total=None):
+    """Return a draw of the only row; of all examples, or of so many."""
+    kept = SimpleNamespace(promise=Promise(SAID, examples=total))
+    return Draw(kept, [], SAID, 0, total or 0)
+
+
+@pytest.mark.parametrize(
+    ("known", "found", "drawn", "then"),
+    [
+        # Three tenths of the error are put down to the curvature, and the next way is not twice as long.
+        ({"loss": 0.97}, 1.08, None, (1.08, 3.0, 10.0, (0.05 * 0.98 / 10.0) ** 0.5)),
+        ({"loss": 0.96, "curvature": 1.0}, 0.93, None, (0.93, 0.0, 5.0, (0.05 * 0.98 / 5.0) ** 0.5)),
+        ({"loss": 0.97, "error": 0.1}, 0.98, None, (0.98, 0.0, 0.085, 0.2)),  # no error
+        # The standard error of the nine drawn examples is .05; what is within three times that is halved.
+        ({"loss": 0.97, "error": 0.1}, 1.06, 9, (1.02, 2.4, 0.085, 0.2)),
+        ({"loss": 0.97}, 1.23, 9, (1.155, 7.5, 10.0, (0.05 * 1.13 / 10.0) ** 0.5)),
+        # Of a loss below a tenth of the tolerance, errors are relative to that.
+        ({"loss": 0.01, "rise": 0.0}, 0.02, None, (0.02, 0.3, 1.0, (0.05 * 0.1 / 1.0) ** 0.5)),
+        ({"loss": -0.5}, -0.48, None, (-0.48, 0.3, 1.0, (0.05 * 0.1 / 1.0) ** 0.5)),
+        # The way of .1 is more than four times as long as steps could lead: weights were set.
+        ({"loss": 0.97, "error": 0.1, "most": 0.024}, 0.98, None, (0.98, 0.0, 0.085, 0.0)),
+        ({"loss": 0.97, "error": 0.1, "most": 0.026}, 0.98, None, (0.98, 0.0, 0.085, 0.2)),
+    ],
+)
+def test_what_a_look_learns_from_the_error_of_its_model(known, found, drawn, then):
+    """The loss, the curvature, the error, and the way to the next look, which is at most twice as long."""
+    forecast, rows, _ = begun(**{"most": 0.0} | known)
+    rows.losses[0], rows.variance = found, (drawn or 0) * 0.05**2
+    forecast.take(rows, [draw(drawn)], torch.ones(1).double(), fresh=False)
+    loss, *learned, most = then
+    now = known["loss"] + known.get("rise", 0.01)
+    spread = rows.variance / max(now, 0.1) ** 2
+    expected = [loss, *learned, spread, 0.0, 0.0, most]
+    assert forecast.known[:, 0].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_variances_of_looks_are_pooled():
+    forecast, rows, _ = begun(0.99)
+    forecast.known[3], rows.variance = 0.4, 0.9
+    forecast.take(rows, [draw(9)], torch.ones(1).double(), fresh=False)
+    assert float(forecast.known[3]) == pytest.approx(0.4 + 0.2 * (0.9 - 0.4))
 
 
 def test_what_is_known_of_a_row_stays_when_other_sets_come():
-    forecast, rows, _ = begun([0.5], way=0.4, safety=3.0)
-    forecast.take(rows, [False], 1.0)
+    forecast, rows, _ = begun(0.5, curvature=0.4, error=3.0)
     rows.names, rows.losses, rows.stored = ["b", "a"], torch.tensor([0.1, 0.6]).double(), torch.zeros(2)
-    forecast.take(rows, None, 1.0)
+    forecast.take(rows, [], torch.ones(2), fresh=True)
     new, old = forecast.known.T.tolist()
-    assert new == pytest.approx([0.1, 0.0, 1.5, 0, 0, 0, 0])
-    assert old == pytest.approx([0.6, 0.5, 3.0, 0, 0, 0, 0])
+    assert new == pytest.approx([0.1, 0, 0, 0, 0, 0, 0])
+    assert old == pytest.approx([0.6, 0.4, 3.0, 0, 0, 0, 0])
 
 
 # --- to the same step ----------------------------------------------------------------------------

@@ -509,7 +509,7 @@ def test_a_tolerance_alone_takes_the_rest_of_the_usual_promise():
 def test_an_excess_below_the_rounding_of_bfloat16_is_one(loss, asks):
     vector = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
     zero = torch.zeros(1, dtype=torch.float64)
-    rows = SimpleNamespace(vector=vector, losses=zero + loss, stored=zero)
+    rows = SimpleNamespace(vector=vector, losses=zero + loss, stored=zero, unsure=0.0)
     terms = Terms.of([Promise(Distillation(), tolerance=0.01)], vector.device)
     h = terms.right_hand_side(rows, Gram(np.eye(1), np.zeros(1), np.array(1.0)), 1.0, 1.0, False)
     assert (h[0] > 0.0) == asks

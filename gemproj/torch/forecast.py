@@ -1,136 +1,150 @@
-"""Forecasts of losses, from which ``look="auto"`` decides when the row of a set is computed again.
+"""Models of losses between looks, for ``look="auto"``, which stand for rows that are not computed.
 
-After a way u from the weights of its last look, a loss is forecast to second order::
+A look computes the loss and the row of a set. After a way u from there they are modelled by::
 
-    loss + row . u + c |u|^2,    c = (loss - stored) / |w|^2,
+    loss + row . u + c |u|^2    and    row + 2 c u,
 
-where w is the way from the weights where the loss was stored to those of the last look. The divergence from
-stored outputs is zero there, and so is its gradient: a row of that time says nothing, and c is the curvature
-along the way that was taken. The forecast is exact for a quadratic loss along a line. It needs no copy of
-weights: u is measured from the copy that the last projected step has made, and |w| is a sum of such lengths.
+which is exact for a loss that curves alike in all directions. The next look finds the error of the model, and
+a part of it is put down to the curvature c. Right after storing, the divergence from stored outputs is zero,
+and so are its row and c: looks follow each other until c is known.
+
+A step in which no loss may pass its bound is left alone. Others are projected with the modelled rows, and
+with losses that are larger than modelled by the expected error: it grows with the square of the way, as it
+did before the last looks. As in a trust region method, the next look comes before this error is large, and
+after at most twice the way. What a mean of few drawn examples is off by is no error of the model.
+
+No copy of weights is needed: whenever a step is projected, weights are copied, and the model moves there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemproj.torch.memory import Draw
 from gemproj.torch.rows import Rows
 
-# A row is computed again after so many steps at the latest.
-_MOST_STEPS = 64
-# The first safety; how much of what is above one is left after a look; and its largest value.
-_SAFETY, _DECAY, _MOST_SAFETY = 1.5, 0.9, 4.0
-# Errors of a forecast are relative to the forecast, or to this fraction of the tolerance if it is smaller.
-_SMALL = 0.1
-# Fraction of the loss at the last look below which weights have been set back.
-_BACK = 1.0 / 16.0
-# What is known about each row, one after the other; those of a new row.
-_NEW = torch.tensor([[0.0], [0.0], [_SAFETY], [0.0], [0.0], [0.0], [0.0]], dtype=torch.float64)
+# A row is computed again after so many steps at the latest, and after so many if its loss may pass its bound.
+_MOST_STEPS, _MOST_PRESSED = 64, 8
+# Part of an error that is put down to the curvature, and how much of an error is left after another look.
+_CURVED, _LEFT = 0.3, 0.85
+# Errors are relative to the loss, or to this fraction of the tolerance if that is more. The largest error
+# that is accepted, and a share of the loss that is added to every error.
+_SMALL, _ACCEPTED, _MARGIN = 0.1, 0.05, 0.05
+# Error of a mean of drawn examples, in standard errors; weight of a look in the mean of their variances.
+_DRAWN, _POOLED = 3.0, 0.2
+# Weights that are so many times farther away than the next look were set, as by a checkpoint.
+_JUMP = 4.0
+_NEW = torch.zeros((7, 1), dtype=torch.float64)  # what is known about a new row
 
 
 class Forecast:
-    """Forecasts of the losses of all rows. On a device, nothing waits for its numbers.
+    """Models of the losses of all rows. On a device, nothing waits for their numbers.
 
     Attributes
     ----------
     names : list
         The set of each row.
     known : Tensor, shape (7, t)
-        By row: the loss at its last look, above its stored value; the way |w| from where it was stored to
-        this look; the safety; since the look the rise to first order, the way up to the last projected step,
-        and the number of steps; and the way between the last two looks.
+        By row: the loss where the model is, above its stored value; the curvature c, and the error of the
+        model, both for a way of length one; the relative variance of the losses of examples; since the look,
+        the way and the number of steps up to where the model is; and the way to the next look.
+    age : int
+        Steps since the model was moved.
     """
 
     def __init__(self) -> None:
         self.names: list[Any] = []
-        self.known = _NEW[:, :0]
-        self._copied: tuple[Tensor, Any] | None = None  # which rows are due, on their way to the host
-        self._pressed: Tensor | None = None  # which rows the last step needed, if it was projected
+        self.known, self.age = _NEW[:, :0], 0
+        self._copied: tuple[Tensor, Any] | None = None  # what is due and pressed, on its way to the host
 
     def forget(self, name: Any) -> None:
         """Begin anew for a set whose examples are others now."""
         self.names = [None if known == name else known for known in self.names]
 
-    def due(self, rows: Rows, terms: Any, whole: bool) -> list[bool]:
-        """Return which rows are computed again in a step that begins, and update the losses of all rows.
+    def due(self, rows: Rows, terms: Any, whole: bool) -> tuple[list[bool], bool]:
+        """Return which rows are computed again in a step that begins, and whether the step is projected.
 
-        A row is computed again if its loss may pass the bound in this step. All rows are due if any process
-        says `whole`.
+        The losses of all rows become those of their models, and if the step is projected, so do rows. All
+        rows are due if any process says `whole`.
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
-        square, products = rows.products(rows.vector.read_step())
-        _, _, safety, rise, since, steps, gap = self.known
-        steps += 1
-        self._rise, self._since = rise - products, since + square.sqrt()
-        self._now = self._ahead(0)
-        rows.losses = rows.stored + self._now
+        excess, curvature, error, spread, since, steps, most = self.known
+        step, tolerance = rows.vector.read_step(), torch.as_tensor(terms.tolerance)
+        square, products = rows.products(step)
+        self.age += 1
+        way, steps = since + square.sqrt(), steps + self.age
+        now = excess - products + curvature * square
+        rows.losses = rows.stored + now
+        # After one or two more steps like those since the model was moved. A fall may end.
         ahead = 2 if late else 1
-        forecast = self._ahead(ahead)  # it may be below zero
-        kept = forecast + (safety - 1.0) * forecast.abs() <= torch.as_tensor(terms.tolerance)  # False for NaN
-        # Beyond twice the way between the last two looks, the forecast is a guess.
-        near = self._since * (1.0 + ahead / steps) <= 2.0 * gap
-        flags = ~(kept & near & (steps + ahead <= _MOST_STEPS)) | whole
-        if self._pressed is not None:  # without the last projection this loss would have risen more
-            flags, self._pressed = flags | self._pressed, None
+        longer = 1.0 + ahead / self.age
+        later = excess - torch.where(products < 0.0, longer, 1.0) * products + curvature * square * longer**2
+        far = way * (1.0 + ahead / steps)
+        safe = later + error * far**2 + _MARGIN * later.abs() <= tolerance  # False for NaN
+        flags = (far > most) | (steps + ahead > torch.where(safe, _MOST_STEPS, _MOST_PRESSED)) | whole
+        flags = flags | tolerance.isnan()
         if terms.weight is not None:  # then the row is a part of every step
             flags = flags | (torch.as_tensor(terms.weight) > 0.0)
+        flags = torch.cat([flags, ~safe])
         if topology.world > 1:  # rounding may differ between processes, and all must do the same
             flags = topology.sum_values(flags.to(square.dtype)) > 0.0
-        if not late:
-            return flags.tolist()
-        # Flags are read in the next step, when they have been on the host for long: nothing waits.
+        told = self._told(flags, rows.vector.device) if late else flags
+        found = [True] * len(flags) if told is None or whole else told.tolist()
+        if projects := any(found):
+            rows.move(step, 2.0 * curvature)
+            rows.unsure = error * way**2 + _MARGIN * now.abs()
+            self.known, self.age = torch.stack([now, curvature, error, spread, way, steps, most]), 0
+        return found[: len(rows)], projects
+
+    def _told(self, flags: Tensor, device: torch.device) -> Tensor | None:
+        """Return the flags of the step before, which have been on the host for long: nothing waits."""
         had, event = self._copied, torch.cuda.Event()
         self._copied = flags.to("cpu", non_blocking=True), event
-        event.record(torch.cuda.current_stream(rows.vector.device))
-        if had is None or whole:
-            return [True] * len(rows)
+        event.record(torch.cuda.current_stream(device))
+        if had is None:
+            return None
         had[1].synchronize()
-        return had[0].tolist()
+        return had[0]
 
-    def _ahead(self, steps: int) -> Tensor:
-        """Return the losses above their stored values after so many more steps like those since the look."""
-        excess, way, _, _, _, age, _ = self.known
-        longer = 1.0 + steps / age
-        curvature = torch.where(way > 0.0, excess.clamp(min=0.0) / way**2, 0.0)
-        rise = torch.where(self._rise > 0.0, self._rise * longer, self._rise)
-        return excess + rise + curvature * (self._since * longer) ** 2
+    def take(self, rows: Rows, draws: Sequence[Draw], tolerance: Any, fresh: bool) -> None:
+        """Take the losses of the rows of these draws, and learn from the errors of their models.
 
-    def take(self, rows: Rows, due: Sequence[bool] | None, tolerance: Any) -> None:
-        """Take the losses of the rows that are due, and learn from the errors of their forecasts.
-
-        None stands for all rows, which may be those of other sets than before: then nothing is learned.
+        With `fresh` they are all rows, which may be those of other sets than before: nothing is learned.
         """
-        found = rows.losses - rows.stored
-        if due is None:
+        found, self.age = rows.losses - rows.stored, 0
+        none = torch.zeros_like(found)
+        if fresh:
             at = {name: k for k, name in enumerate(self.names)}
             every = torch.cat([self.known.to(_NEW), _NEW], dim=1)
-            _, way, safety, _, since, *_ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
-            self.names, none = list(rows.names), torch.zeros_like(found)
-            self._copied = self._pressed = None
-            self.known = torch.stack([found, way + since, safety, *[none] * 4])
+            _, curvature, error, spread, *_ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
+            self.names, self._copied = list(rows.names), None
+            self.known = torch.stack([found, curvature, error, spread, none, none, none])
             return
-        _, way, safety, _, _, steps, gap = self.known
-        expected = self._now.maximum(torch.as_tensor(_SMALL * tolerance)).clamp(min=1e-30)
-        error = (found / expected).clamp(max=_MOST_SAFETY).nan_to_num(0.0)  # NaN without a tolerance
-        safer, none = error.maximum(1.0 + _DECAY * (safety - 1.0)), torch.zeros_like(found)
-        # Weights that were set back, as by a checkpoint, are near where the loss was stored, however long the
-        # way was: then the loss is much smaller than at the last look, and the way begins anew.
-        back = (way > 0.0) & (found.abs() < _BACK * self.known[0])
-        # A mean of the drawn examples has an error of its own, and so has the forecast: their mean has less.
-        mean = torch.where((way > 0.0) & ~back, 0.5 * (found + self._now), found)
-        ways = torch.where(back, none, torch.stack([way + self._since, self._since]))
-        fresh = [mean, ways[0], safer, none, none, none, ways[1]]
-        old = [self.known[0], way, safety, self._rise, self._since, steps, gap]
-        self.known = torch.where(torch.tensor(due, device=found.device), torch.stack(fresh), torch.stack(old))
-
-    def press(self, solutions: Sequence[Any], device: torch.device) -> None:
-        """Note which rows were active in the projections of a step; the next step may press as well."""
-        found = [torch.as_tensor(sol.multipliers, device=device) != 0.0 for sol in solutions if sol]
-        self._pressed = torch.stack(found).any(0) if found else None
+        looked, drawn = [False] * len(rows), [math.inf] * len(rows)
+        for draw in draws:
+            looked[draw.k] = True
+            if draw.kept.promise.examples is not None:
+                drawn[draw.k] = draw.total
+        now, curvature, error, spread, since, _, most = self.known
+        size = now.maximum(torch.as_tensor(_SMALL * tolerance).nan_to_num(0.0)).clamp(min=1e-15)
+        varied = (rows.squares(draws) - found**2).clamp(min=0.0) / size**2
+        varied = torch.where(spread > 0.0, spread + _POOLED * (varied - spread), varied)
+        noise = _DRAWN * size * (varied / found.new_tensor(drawn)).sqrt()
+        apart, square = found - now, torch.where(since > 0.0, since, math.inf) ** 2
+        drawn_apart = apart.clamp(-noise, noise)
+        curvature = (curvature + _CURVED * apart / square).clamp(min=0.0)
+        error = (_LEFT * error).maximum((apart - drawn_apart).abs() / square)
+        longest = (_ACCEPTED * (size + noise) / error).sqrt()  # infinite without an error
+        set_back = (most > 0.0) & (since > _JUMP * most)
+        most = torch.where(set_back, 0.0, longest.minimum(2.0 * since))
+        # The mean of the drawn examples has an error of its own, and so has the model: their mean has less.
+        new = torch.stack([found - 0.5 * drawn_apart, curvature, error, varied, none, none, most])
+        self.known = torch.where(torch.tensor(looked, device=found.device), new, self.known)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known about the rows, by name."""

@@ -155,7 +155,7 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
     given = (batch,) if outputs is None else (batch, outputs)
     given = map_nested(lambda leaf: leaf.view(t, -1, *leaf.shape[1:]), given)
     loss = nn.ModuleList([model])
-    loss.forward = lambda *given: call_loss(first.loss, model, given[0], len(first.at), *given[1:]).mean()
+    loss.forward = lambda *given: call_loss(first.loss, model, given[0], len(first.at), *given[1:])
 
     # Where each parameter is, in each module under its first name: `functional_call` with `tie_weights`
     # leaves other weights behind in a module that has two names.
@@ -167,15 +167,16 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
         if id(p) in at
     }
 
-    def scaled(own: list[Tensor], given: Any) -> Tensor:
-        values = {name: own[j] for name, j in places.items()}
-        return functional_call(loss, values, given, tie_weights=False) * G.scale
+    def scaled(own: list[Tensor], given: Any) -> tuple[Tensor, Tensor]:
+        weights = {name: own[j] for name, j in places.items()}
+        values = functional_call(loss, weights, given, tie_weights=False)
+        return values.mean() * G.scale, values
 
     own = [p.detach() for p in G.vector.parameters]
-    gradients, losses = vmap(grad_and_value(scaled), (None, 0))(own, given)
+    gradients, (_, values) = vmap(grad_and_value(scaled, has_aux=True), (None, 0))(own, given)
     for gradient, part in zip(gradients, G.parts(first.k, t), strict=True):
         part.copy_(gradient * first.weight)
-    G.note(first.k, (), losses / G.scale * first.weight)  # a gradient of zeros may be that of no parameter
+    _note(G, draws, values, ())  # a gradient of zeros may be that of no parameter
     return max(torch.finfo(p.dtype).eps for p in own)
 
 
@@ -216,8 +217,16 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
         raise RowByRow("a parameter is used outside of the layer that owns it")
     for p in parts.keys() - reached:
         parts[p].zero_()
-    G.note(first.k, [j for j, p in enumerate(parts) if p in reached], losses.detach())
+    _note(G, draws, values, [j for j, p in enumerate(parts) if p in reached])
     return max(rounding)
+
+
+def _note(G: Any, draws: Sequence[Draw], values: Tensor, reached: Sequence[int]) -> None:
+    """Record the losses of the examples of rows that share a pass."""
+    values = values.detach().reshape(len(draws), -1)
+    G.note(draws[0].k, reached, values.mean(1) * draws[0].weight)
+    for draw, some in zip(draws, values, strict=True):
+        G.values[draw.k] = [(draw.weight, draw.at, some)]
 
 
 @contextmanager

@@ -411,10 +411,10 @@ class Keeper(KeeperBase):
         The solver, as in `gemproj.project`. Multipliers of one step start the next.
     look : int or "auto", default 1
         When rows are computed: in every so many steps, between which losses are updated to first order; or
-        with "auto", for each set when its loss may pass its bound in the next step, as far as a forecast can
-        tell, and after 64 steps at the latest. A step in which no row is computed is left alone. Sets whose
-        promise has no tolerance, or has a weight, then have their rows computed in every step, and so have
-        all sets with several optimizers.
+        with "auto", for each set as seldom as a model of its loss and its row is right, after 64 steps at the
+        latest, and after 8 if its loss may pass its bound. A step in which no loss may is left alone, others
+        are projected with modelled rows. Sets whose promise has no tolerance, or has a weight, have their
+        rows computed in every step, and so have all sets with several optimizers.
     project : bool, default True
         Whether to change gradients and steps. If False, the report says what a projection would have done.
     microbatch : int, optional

@@ -106,6 +106,8 @@ class Rows:
         self.vector = vector
         # Its first rows are those of G.
         self.buffer = torch.empty((0, vector.d), dtype=vector.dtype, device=vector.device)
+        # By row, of the passes of its last look: weight, indices and losses of the examples.
+        self.values: dict[int, list[tuple[float, list[int], Tensor]]] = {}
         self._views: dict[tuple[int, int], list[Tensor]] = {}  # cached results of `parts`
         self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
         self.names: list[Any] = []  # of the set of each row
@@ -113,6 +115,7 @@ class Rows:
         self.reached: list[bool] = []  # the parameters, by the loss of any row
         # The loss of each row, (t,) in float64, now and when its examples were kept.
         self.losses = self.stored = self._none
+        self.unsure: Any = 0.0  # by how much each loss may be larger, if it is modelled
         self.ages: list[int] = []  # steps since each row was computed
 
     def __len__(self) -> int:
@@ -160,11 +163,12 @@ class Rows:
         none: list[Tensor | None] = [None] * len(self.vector.parameters)
 
         def alone(draw: Draw) -> None:
-            self.found[draw.k] = 0.0
+            self.found[draw.k], self.values[draw.k] = 0.0, []
             parts = passes(draw.at, microbatch, draw.most)
             for j, (some, count) in enumerate(parts):
                 batch, outputs = draw.kept.fetch(some, self.vector.device)
-                loss = call_loss(draw.loss, model, batch, len(some), outputs).mean()
+                values = call_loss(draw.loss, model, batch, len(some), outputs)
+                loss = values.mean()
                 if not loss.requires_grad:
                     warn(
                         f"The loss of {draw.kept.name!r} depends on no trainable parameter now, so its row "
@@ -175,6 +179,7 @@ class Rows:
                 found = gradients(loss * (weight * scale))
                 reached = self.vector.gather(found, self.parts(draw.k), add=j > 0)
                 self.note(draw.k, reached, self.found[draw.k : draw.k + 1] + weight * loss.detach())
+                self.values[draw.k].append((weight, some, values.detach()))
             if not parts:
                 self.buffer[draw.k].zero_()
 
@@ -193,14 +198,34 @@ class Rows:
         due = torch.tensor(at, device=self.found.device)
         now = topology.sum_values(torch.stack([self.found[due], stored]))
         self.losses, self.stored = torch.stack([self.losses, self.stored]).index_copy(1, due, now)
+        self.unsure = 0.0 if whole else (self.unsure + torch.zeros_like(self.losses)).index_fill(0, due, 0.0)
         self.ages = [0 if k in at else age for k, age in enumerate(self.ages)]
         self.names = list(names)  # last, so that an interrupt leaves no rows
+
+    def move(self, step: Tensor, curvature: Tensor) -> None:
+        """Take the rows to where a step ends: each one falls by its `curvature` times the step."""
+        most = torch.finfo(self.buffer.dtype).max
+        self.G.addr_(curvature.clamp(max=most).to(self.buffer.dtype), step, alpha=-1.0)
+        self.norms = None
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
         """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""
         self.found[k : k + len(losses)] = losses
         for j in reached:
             self.reached[j] = True
+
+    def squares(self, draws: Sequence[Draw]) -> Tensor:
+        """Return the mean square of the rises of the drawn examples from their stored losses, shape (t,)."""
+        parts = [(draw, *part) for draw in draws for part in self.values[draw.k]]
+        rises = [values.to(self._none).reshape(-1).expand(len(some)) for _, _, some, values in parts]
+        stored = [draw.kept.losses[some].to(self._none) for draw, _, some, _ in parts]
+        weights = [weight / len(some) for _, weight, some, _ in parts for _ in some]
+        at = [draw.k for draw, _, some, _ in parts for _ in some]
+        found = (torch.cat([self._none, *rises]) - torch.cat([self._none, *stored])) ** 2
+        sums = self._none.new_zeros(len(self)).index_add(
+            0, torch.tensor(at, dtype=torch.int64, device=found.device), found * found.new_tensor(weights)
+        )
+        return self.vector.topology.sum_values(sums)
 
     def parts(self, k: int, t: int = 0) -> list[Tensor]:
         """Return writable views of row k, one per parameter; with t, of t rows from k on, (t, *shape)."""

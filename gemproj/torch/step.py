@@ -116,7 +116,7 @@ class Terms:
         losses: Any = rows.losses
         if excess is None:
             return None
-        xp = namespace(gram.b)
+        excess, xp = excess + rows.unsure, namespace(gram.b)
         if not isinstance(gram.b, Tensor):
             excess, losses = to_numpy(excess), to_numpy(losses)
         # Differences between two computations of the same losses, which are summed in float32 at least.

@@ -161,29 +161,33 @@ class Training:
         self.rows.ages = [age + 1 for age in self.rows.ages]
         sets = self.active()
         now = list(keeper.sets.items()), list(sets)
-        due = self._due(self._again or now != self._sets)
+        due, projects = self._due(self._again or now != self._sets)
+        if not projects:
+            keeper.history.wait(self.rows.names)
+            return None
         if due is None or any(due):
             fresh, self._sets = now != self._sets, None
             self._compute(sets, due, fresh)
             self._sets, self._again = now, False
-        elif keeper.look == "auto":
-            keeper.history.wait(self.rows.names)
-            return None
         self._stepped.add(id(step))
         return self.rows if len(self.rows) else None
 
-    def _due(self, whole: bool) -> list[bool] | None:
-        """Return which rows are computed in a step that begins; None for all, as if they must be `whole`."""
+    def _due(self, whole: bool) -> tuple[list[bool] | None, bool]:
+        """Return which rows are computed in a step that begins, and whether the step is projected.
+
+        None stands for all rows, as if they must be `whole`.
+        """
         keeper, rows = self.keeper, self.rows
         if keeper.look != "auto":
-            return None if whole or max(rows.ages, default=0) >= keeper.look else [False] * len(rows)
+            late = whole or max(rows.ages, default=0) >= keeper.look
+            return None if late else [False] * len(rows), True
         # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
         if not len(rows) or self.terms.tolerance is None or len(self.steps) > 1:
-            return None
+            return None, True
         if whole and rows.vector.topology.world == 1:
-            return None
-        due: list[bool] = keeper._forecast.due(rows, self.terms, whole)
-        return None if whole else due
+            return None, True
+        due, projects = keeper._forecast.due(rows, self.terms, whole)
+        return None if whole else due, projects
 
     def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None, fresh: bool) -> None:
         """Compute the rows that are due, those of all sets for None; `fresh` if they are other sets."""
@@ -209,7 +213,7 @@ class Training:
         scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
         rows.fill(inner, draws, list(sets), microbatch=keeper._microbatch, scale=scale, joint=self.joint)
         if keeper.look == "auto" and self.terms.tolerance is not None:
-            keeper._forecast.take(rows, due, self.terms.tolerance)
+            keeper._forecast.take(rows, draws, self.terms.tolerance, fresh=due is None)
 
     def _facts(self, sets: Iterable[KeptSet]) -> dict[str, Any]:
         """Return the facts that must be equal on all processes of a training."""
@@ -284,8 +288,6 @@ class Training:
         before = self.last if len(self._stepped) > 1 else None
         self.last = part if before is None else before.with_part(part)
         self.keeper.history.add(self.last, before)
-        if self.keeper.look == "auto":
-            self.keeper._forecast.press((gradient, step), rows.losses.device)
         rows.losses = rows.losses - products  # a new tensor, because statistics hold the old one
 
     def _tell_rate(self) -> None:
