@@ -223,6 +223,25 @@ def test_rows_of_some_sets_are_those_of_all_sets_also_in_a_shared_pass():
     assert rows.ages == [0, 0, 5, 0]
 
 
+@pytest.mark.parametrize("way", ["alone", "in parts", "shared"])
+def test_squares_of_rises_are_those_of_the_drawn_examples(way):
+    model, optimizer, keeper = begin(EACH, [task(k, 32) for k in range(3)], tolerance=1.0)
+    for k in range(3):
+        take(model, optimizer, task(9 + k))
+    rows, joint = keeper.rows, keeper._training.joint
+    draws = [Draw(kept, kept.draw(keeper._random), EACH, k) for k, kept in enumerate(keeper.sets.values())]
+    parts = 5 if way == "in parts" else None
+    rows.fill(model, draws, range(3), microbatch=parts, joint=joint if way == "shared" else None)
+    expected = []
+    for draw in draws:
+        batch, _ = draw.kept.fetch(draw.at, None)
+        rises = EACH(model, batch).detach() - draw.kept.losses[draw.at]
+        expected.append(rises.square().mean())
+    torch.testing.assert_close(rows.squares(draws), torch.stack(expected).double())
+    torch.testing.assert_close(rows.squares(draws[1:2])[1], expected[1].double())
+    assert way != "shared" or joint.reason is None
+
+
 def test_after_a_look_that_failed_the_next_step_looks_at_all_sets():
     training = Training(sets={k: Promise(EACH, tolerance=100.0) for k in range(2)})
     training.run(3)
