@@ -513,3 +513,11 @@ def test_an_excess_below_the_rounding_of_bfloat16_is_one(loss, asks):
     terms = Terms.of([Promise(Distillation(), tolerance=0.01)], vector.device)
     h = terms.right_hand_side(rows, Gram(np.eye(1), np.zeros(1), np.array(1.0)), 1.0, 1.0, False)
     assert (h[0] > 0.0) == asks
+
+
+def test_a_modelled_loss_counts_as_larger_by_the_error_of_its_model():
+    vector, zero = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu")), torch.zeros(1).double()
+    rows = SimpleNamespace(vector=vector, losses=zero + 0.04, stored=zero, unsure=zero + 0.03)
+    terms = Terms.of([Promise(Distillation(), tolerance=0.05)], vector.device)
+    h = terms.right_hand_side(rows, Gram(np.eye(1), np.zeros(1), np.array(1.0)), 1.0, 1.0, False)
+    assert h[0] == pytest.approx(0.02)
