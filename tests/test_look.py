@@ -16,6 +16,7 @@ from gemproj.torch import Keeper, Promise  # noqa: E402
 from gemproj.torch.forecast import Forecast  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 from gemproj.torch.memory import Draw  # noqa: E402
+from gemproj.torch.rows import Rows  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:A tolerance of 100 nats")  # far from any loss
 MOST, PRESSED = 64, 8  # steps between two looks, and if a loss may pass its bound
@@ -213,7 +214,7 @@ def test_rows_of_some_sets_are_those_of_all_sets_also_in_a_shared_pass():
     rows.fill(model, draws, range(4), joint=joint)
     expected, losses = rows.G.clone(), rows.losses
     rows.G.copy_(before)
-    rows.ages = [5] * 4
+    rows.ages, rows.unsure = [5] * 4, torch.ones(4)
     some = [0, 1, 3]
     rows.fill(model, [draws[k] for k in some], range(4), joint=joint)
     assert joint.reason is None
@@ -221,6 +222,27 @@ def test_rows_of_some_sets_are_those_of_all_sets_also_in_a_shared_pass():
     assert torch.equal(rows.G[2], before[2])
     torch.testing.assert_close(rows.losses[some], losses[some])
     assert rows.ages == [0, 0, 5, 0]
+    assert rows.unsure.tolist() == [0, 0, 1, 0]  # losses that were computed are sure
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_move_against_a_step(dtype):
+    rows = Rows(SimpleNamespace(d=2, dtype=dtype, device=torch.device("cpu")))
+    rows.buffer, rows.names, rows.norms = torch.ones(3, 2, dtype=dtype), ["a", "b"], torch.ones(2)
+    step = torch.tensor([1.0, -2.0], dtype=dtype) / 1024
+    rows.move(step, torch.tensor([512.0, 1e6]).double())
+    assert rows.buffer[[0, 2]].tolist() == [[0.5, 2.0], [1.0, 1.0]]
+    assert rows.G.isfinite().all()
+    assert rows.norms is None
+
+
+def test_a_tolerance_of_zero_is_held_as_with_a_look_in_every_step():
+    worst = {}
+    for look in (1, "auto"):
+        training = Training(look, sets={0: Promise(SAID, tolerance=0.0)})
+        worst[look] = worst_excess(training, 40, 0.0)
+    assert worst["auto"] <= 1.5 * worst[1] < 1e-3
+    assert training.keeper._forecast.known.isfinite().all()
 
 
 @pytest.mark.parametrize("way", ["alone", "in parts", "shared"])
