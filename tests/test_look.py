@@ -1,4 +1,4 @@
-"""When rows are computed: a step of ``look="auto"`` needs none while no loss is forecast to pass its bound."""
+"""When rows are computed: with ``look="auto"`` only as often as models of losses and rows need it."""
 
 import copy
 import itertools
@@ -370,12 +370,8 @@ class Modelled:
     """Rows after a way of length .1, which has raised each loss by `rise` to first order."""
 
     def __init__(self, losses, rise):
-        self.losses, self.stored, self.names, self._rise = (
-            losses,
-            0.0 * losses,
-            list("abc")[: len(losses)],
-            rise,
-        )
+        self.losses, self.stored, self._rise = losses, 0.0 * losses, rise
+        self.names = list("abc")[: len(losses)]
         alone = SimpleNamespace(world=1)
         self.vector = SimpleNamespace(device=torch.device("cpu"), topology=alone, read_step=lambda: None)
         self.unsure = self.moved = None
@@ -400,11 +396,8 @@ def begun(loss, rise=0.01, curvature=0.0, error=0.0, most=0.2, age=5, weight=Non
     known = torch.tensor([[loss, curvature, error, 0.0, 0.0, 0.0, most]], dtype=torch.float64).T
     forecast = Forecast.from_state_dict({"names": rows.names, "known": known})
     forecast.age = age - 1
-    return (
-        forecast,
-        rows,
-        forecast.due(rows, SimpleNamespace(tolerance=torch.ones(1).double(), weight=weight), False),
-    )
+    terms = SimpleNamespace(tolerance=torch.ones(1).double(), weight=weight)
+    return forecast, rows, forecast.due(rows, terms, False)
 
 
 @pytest.mark.parametrize(

@@ -73,19 +73,23 @@ class Forecast:
         rows are due if any process says `whole`.
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
-        excess, curvature, error, spread, since, steps, most = self.known
+        excess, curvature, error, variance, since, steps, most = self.known
         step, tolerance = rows.vector.read_step(), torch.as_tensor(terms.tolerance)
         square, products = rows.products(step)
         self.age += 1
         way, steps = since + square.sqrt(), steps + self.age
         now = excess - products + curvature * square
         rows.losses = rows.stored + now
+
+        def unsure(loss: Tensor, way: Tensor) -> Tensor:
+            return error * way**2 + _MARGIN * loss.abs()
+
         # After one or two more steps like those since the model was moved. A fall may end.
         ahead = 2 if late else 1
         longer = 1.0 + ahead / self.age
         later = excess - torch.where(products < 0.0, longer, 1.0) * products + curvature * square * longer**2
         far = way * (1.0 + ahead / steps)
-        safe = later + error * far**2 + _MARGIN * later.abs() <= tolerance  # False for NaN
+        safe = later + unsure(later, far) <= tolerance  # False for NaN
         flags = (far > most) | (steps + ahead > torch.where(safe, _MOST_STEPS, _MOST_PRESSED)) | whole
         flags = flags | tolerance.isnan()
         if terms.weight is not None:  # then the row is a part of every step
@@ -97,8 +101,8 @@ class Forecast:
         found = [True] * len(flags) if told is None or whole else told.tolist()
         if projects := any(found):
             rows.move(step, 2.0 * curvature)
-            rows.unsure = error * way**2 + _MARGIN * now.abs()
-            self.known, self.age = torch.stack([now, curvature, error, spread, way, steps, most]), 0
+            rows.unsure = unsure(now, way)
+            self.known, self.age = torch.stack([now, curvature, error, variance, way, steps, most]), 0
         return found[: len(rows)], projects
 
     def _told(self, flags: Tensor, device: torch.device) -> Tensor | None:
@@ -121,29 +125,29 @@ class Forecast:
         if fresh:
             at = {name: k for k, name in enumerate(self.names)}
             every = torch.cat([self.known.to(_NEW), _NEW], dim=1)
-            _, curvature, error, spread, *_ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
+            _, curvature, error, variance, *_ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
             self.names, self._copied = list(rows.names), None
-            self.known = torch.stack([found, curvature, error, spread, none, none, none])
+            self.known = torch.stack([found, curvature, error, variance, none, none, none])
             return
         looked, drawn = [False] * len(rows), [math.inf] * len(rows)
         for draw in draws:
             looked[draw.k] = True
             if draw.kept.promise.examples is not None:
                 drawn[draw.k] = draw.total
-        now, curvature, error, spread, since, _, most = self.known
+        now, curvature, error, pooled, since, _, most = self.known
         size = now.maximum(torch.as_tensor(_SMALL * tolerance).nan_to_num(0.0)).clamp(min=1e-15)
-        varied = (rows.squares(draws) - found**2).clamp(min=0.0) / size**2
-        varied = torch.where(spread > 0.0, spread + _POOLED * (varied - spread), varied)
-        noise = _DRAWN * size * (varied / found.new_tensor(drawn)).sqrt()
+        variance = (rows.squares(draws) - found**2).clamp(min=0.0) / size**2
+        variance = torch.where(pooled > 0.0, pooled + _POOLED * (variance - pooled), variance)
+        noise = _DRAWN * size * (variance / found.new_tensor(drawn)).sqrt()
         apart, square = found - now, torch.where(since > 0.0, since, math.inf) ** 2
-        drawn_apart = apart.clamp(-noise, noise)
+        by_draw = apart.clamp(-noise, noise)  # the part of the error that the draw explains
         curvature = (curvature + _CURVED * apart / square).clamp(min=0.0)
-        error = (_LEFT * error).maximum((apart - drawn_apart).abs() / square)
+        error = (_LEFT * error).maximum((apart - by_draw).abs() / square)
         longest = (_ACCEPTED * (size + noise) / error).sqrt()  # infinite without an error
         set_back = (most > 0.0) & (since > _JUMP * most)
         most = torch.where(set_back, 0.0, longest.minimum(2.0 * since))
         # The mean of the drawn examples has an error of its own, and so has the model: their mean has less.
-        new = torch.stack([found - 0.5 * drawn_apart, curvature, error, varied, none, none, most])
+        new = torch.stack([found - 0.5 * by_draw, curvature, error, variance, none, none, most])
         self.known = torch.where(torch.tensor(looked, device=found.device), new, self.known)
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Projection:
     rounding, eps : Tensor, float
         Norm of the rounding errors of the parameters, and relative rounding error of the rows.
     ages : list of int
-        Steps since each row was computed. In between, losses are forecast.
+        Steps since each row was computed. In between, losses are modelled.
     seconds : float
         Host time of the projection of this step, including rows.
     """
@@ -166,7 +166,7 @@ class Line:
         Loss of all examples when they were kept, and now. If some are held out, or if the examples cannot be
         evaluated, `now` is the loss of those drawn at the last step.
     worst : float
-        The largest loss of the drawn examples at all steps, a forecast between looks, and `now`.
+        The largest loss of the drawn examples at all steps, modelled between looks, and `now`.
     bound : float
         Largest loss that the promise allows the examples of `now`; NaN without a tolerance.
     steps : int
@@ -176,7 +176,7 @@ class Line:
         steps that broke it. A step breaks a promise if it raises the loss, to first order and by more than
         the rounding of the weights, or lowers it if it is held equal; a promise with a tolerance is broken
         while the loss is above its bound. Of several optimizers, the last one's part would break it. Steps
-        without a look, for which nothing is computed, break none.
+        that ``look="auto"`` leaves alone break none.
     excess : float
         Largest excess of the loss over its bound, in the unit of the loss; NaN without a tolerance.
     multiplier : float
@@ -255,7 +255,7 @@ class History:
             self.lines.setdefault(name, Line(name)).steps += 1
 
     def means(self) -> dict[str, float]:
-        """Return numbers to log for the steps with a look since the last call: means, and the worst ones.
+        """Return means and worst values, to log, of the steps since the last call that were not left alone.
 
         Returns
         -------

@@ -173,10 +173,11 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
         return values.mean() * G.scale, values
 
     own = [p.detach() for p in G.vector.parameters]
-    gradients, (_, values) = vmap(grad_and_value(scaled, has_aux=True), (None, 0))(own, given)
+    gradients, (losses, values) = vmap(grad_and_value(scaled, has_aux=True), (None, 0))(own, given)
     for gradient, part in zip(gradients, G.parts(first.k, t), strict=True):
         part.copy_(gradient * first.weight)
-    _note(G, draws, values, ())  # a gradient of zeros may be that of no parameter
+    losses = losses / G.scale * first.weight
+    _note(G, draws, losses, values, ())  # a gradient of zeros may be that of no parameter
     return max(torch.finfo(p.dtype).eps for p in own)
 
 
@@ -217,15 +218,14 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
         raise RowByRow("a parameter is used outside of the layer that owns it")
     for p in parts.keys() - reached:
         parts[p].zero_()
-    _note(G, draws, values, [j for j, p in enumerate(parts) if p in reached])
+    _note(G, draws, losses, values, [j for j, p in enumerate(parts) if p in reached])
     return max(rounding)
 
 
-def _note(G: Any, draws: Sequence[Draw], values: Tensor, reached: Sequence[int]) -> None:
-    """Record the losses of the examples of rows that share a pass."""
-    values = values.detach().reshape(len(draws), -1)
-    G.note(draws[0].k, reached, values.mean(1) * draws[0].weight)
-    for draw, some in zip(draws, values, strict=True):
+def _note(G: Any, draws: Sequence[Draw], losses: Tensor, values: Tensor, reached: Sequence[int]) -> None:
+    """Record the losses of rows that share a pass, and those of their examples."""
+    G.note(draws[0].k, reached, losses.detach())
+    for draw, some in zip(draws, values.detach().reshape(len(draws), -1), strict=True):
         G.values[draw.k] = [(draw.weight, draw.at, some)]
 
 
