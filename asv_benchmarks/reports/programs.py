@@ -10,6 +10,7 @@ The program ``min 1/2 x'Px + q'x, C x >= c`` with ``P = LL'`` and ``y = L'x`` is
   with the last x is added to q. The fixed point of these steps is a solution of the program itself.
 """
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,8 @@ from gemproj import solve_dual
 
 # A squared pivot of P below this, relative to the largest entry of its diagonal, counts as zero.
 SINGULAR = 1e-10
-# The shift of a singular P, in the same units: the root of the rounding of float64. A P that needs more than
-# the largest shift is not positive semidefinite.
-SHIFT, LARGEST = 1e-8, 1e-4
+# Shifts of P, in the same units, from the root of the rounding of float64; one that needs more is not convex.
+SHIFTS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
 ROUNDS = 10  # at most, of a proximal step and a refinement
 
 
@@ -39,21 +39,18 @@ class Rows(NamedTuple):
     def of(cls, problem: qpsolvers.Problem) -> "Rows":
         """Stack A, -G and the finite bounds; a variable with equal bounds has one row, an equality."""
         _, q, G, h, A, b, lb, ub = problem.unpack_as_dense()
-        parts = [(np.zeros((0, len(q))), np.zeros(0), np.zeros(0, dtype=bool))]
-        lower, upper = np.zeros(0, dtype=int), np.zeros(0, dtype=int)
+        parts: list[tuple[Any, Any, Any]] = []
         if A is not None:
             parts.append((A, b, np.ones(len(b), dtype=bool)))
         if G is not None:
             parts.append((-G, -h, np.zeros(len(h), dtype=bool)))
-        if lb is not None or ub is not None:
-            lb, ub = (np.full(len(q), v) if a is None else a for a, v in ((lb, -np.inf), (ub, np.inf)))
-            lower, upper = np.flatnonzero(lb > -np.inf), np.flatnonzero((ub < np.inf) & (lb != ub))
-            one = np.eye(len(q))
-            parts.append((one[lower], lb[lower], lb[lower] == ub[lower]))
-            parts.append((-one[upper], -ub[upper], np.zeros(len(upper), dtype=bool)))
+        lb, ub = (np.full(len(q), v) if a is None else a for a, v in ((lb, -np.inf), (ub, np.inf)))
+        lower, upper = np.flatnonzero(lb > -np.inf), np.flatnonzero((ub < np.inf) & (lb != ub))
+        one = np.eye(len(q))
+        parts.append((one[lower], lb[lower], lb[lower] == ub[lower]))
+        parts.append((-one[upper], -ub[upper], np.zeros(len(upper), dtype=bool)))
         C, c, equal = map(np.concatenate, zip(*parts, strict=True))
-        none = c == -np.inf  # a bound that is infinite
-        C[none], c[none] = 0.0, 0.0
+        C[c == -np.inf], c[c == -np.inf] = 0.0, 0.0  # rows that bound nothing
         return cls(C, c, equal, lower, upper)
 
     def solution(self, problem: qpsolvers.Problem, x: np.ndarray, lam: np.ndarray) -> qpsolvers.Solution:
@@ -114,13 +111,10 @@ def solve_problem(
 
 def _inverse_factor(P: np.ndarray) -> tuple[np.ndarray, float]:
     """Return the inverse of L and the shift of ``LL' = P + shift I``; no shift for a positive definite P."""
-    size, shift = float(np.max(np.diagonal(P), initial=0.0)) or 1.0, 0.0
-    while True:
-        try:
-            L = np.linalg.cholesky(P + shift * np.eye(len(P)) if shift else P)
+    size = float(np.max(np.diagonal(P), initial=0.0)) or 1.0
+    for shift in SHIFTS:
+        with suppress(np.linalg.LinAlgError):
+            L = np.linalg.cholesky(P + shift * size * np.eye(len(P)) if shift else P)
             if shift or np.min(np.diagonal(L)) ** 2 > SINGULAR * size:
-                return dtrtri(L, lower=1)[0], shift
-        except np.linalg.LinAlgError:
-            if shift > LARGEST * size:
-                raise
-        shift = 10.0 * shift or SHIFT * size
+                return dtrtri(L, lower=1)[0], shift * size
+    raise np.linalg.LinAlgError("P is not positive semidefinite")
