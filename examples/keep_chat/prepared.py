@@ -41,7 +41,7 @@ class Form:
 FORMS = {
     "laptop": Form(),
     "long": Form(steps=300),
-    "sixteen": Form(steps=300, batch=16, drawn=16),  # kept texts in a step as by default, and as many new ones
+    "sixteen": Form(steps=300, batch=16, drawn=16),  # kept texts in a step, and new ones
     "many": Form(kept=512),
     "whole": Form(drawn=16, reference=128),  # whole texts are kept, and as many in a step as by default
     "gpu": Form(0, 100, 16, 3e-4, 16, 512, 128, 640, 400, 96, 224, 256, 400),
