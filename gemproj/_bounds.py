@@ -34,7 +34,7 @@ from gemproj._arrays import (
 )
 from gemproj._checks import is_number, refuse_masked
 from gemproj._constants import WIDE_RANGE
-from gemproj._tspace import inverse, matvec
+from gemproj._tspace import matvec
 from gemproj.methods import Method, as_method
 
 
@@ -98,22 +98,6 @@ class Bounds(NamedTuple):
         lower = None if self.lower is None else np.where(rows, 0.0, self.lower)
         upper = np.where(rows, 0.0, np.inf if self.upper is None else self.upper)
         return Bounds(lower, upper, np.where(rows, -np.inf, 0.0 if self.h is None else self.h))
-
-    def asked(self, norms: Array) -> Array:
-        """Return the distance (...) that h asks x to move at least, from the norms (..., t) of the rows.
-
-        A row asks for ``h_i / |g_i|`` if h_i is positive (for ``|h_i| / |g_i|`` as an equality), and a row
-        with a penalty c cannot move x by more than ``c |g_i|``.
-        """
-        if self.h is None:
-            return 0.0 * np.sum(norms, axis=-1)
-        lower, h = self.lower, np.where(np.isfinite(self.h), self.h, 0.0)
-        asked = np.maximum(h, 0.0) if lower is None else np.where(lower < 0, np.abs(h), np.maximum(h, 0.0))
-        asked = asked * inverse(norms)
-        if self.upper is not None:
-            most = self.upper if lower is None else self.upper - np.maximum(lower, 0.0)
-            asked = np.minimum(asked, np.where(norms > 0, most * np.where(norms > 0, norms, 1.0), asked))
-        return np.max(asked, axis=-1, initial=0.0)
 
 
 PLAIN = Bounds()

@@ -90,8 +90,10 @@ def combine_into(problem: Problem, sol: DualSolution | Unread | Array, x: list[A
     # The slacks of x do not depend on the metric, but the step does.
     moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
     for i in map(tuple, np.argwhere(rows.loses)):
-        one = replace(moved.at(i) if problem.batch else moved, weight=None)
-        s[i] = slack_of(one, None if h is None else h[i])
+        s[i] = 0.0 if h is None else -h[i]
+        with problem.without_autocast():
+            for _, tile in stacked(replace(moved.at(i), weight=None)):
+                s[i] += to_numpy(tile[: problem.t, :] @ tile[problem.t, :])
     step = np.zeros(s.shape)
     step[rows.where] = rows.step(np.where(sol.free & np.isfinite(s), s, 0.0)[rows.where])
     write_x(moved, step, x)
@@ -120,15 +122,6 @@ def warn_if_missed(sol: DualSolution | Unread) -> None:
         f"The projection violates its optimality conditions by {worst:.0e} of the problem's size: {cause}",
         RuntimeWarning,
     )
-
-
-def slack_of(problem: Problem, h: np.ndarray | None) -> np.ndarray:
-    """Return ``G x - h`` of one problem, whose vector is x, from one read of both."""
-    s: Any = np.zeros(problem.t) if h is None else -h
-    with problem.without_autocast():
-        for _, tile in stacked(problem):
-            s = s + to_numpy(tile[: problem.t, :] @ tile[problem.t, :])
-    return s
 
 
 def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:

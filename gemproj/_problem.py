@@ -105,12 +105,11 @@ class Problem:
 
     def at(self, i: tuple[int, ...]) -> Problem:
         """Return problem i of the batch, as views."""
-        vector = [a[(*i, ...)] for a in self.vector]
-        if self.shared:
-            return replace(self, batch=(), vector=vector, shared=False)
-        rows = [a[(*i, ...)] for a in self.rows]
-        weight = None if self.weight is None else [a[(*i, ...)] for a in self.weight]
-        return replace(self, batch=(), rows=rows, vector=vector, weight=weight)
+        vector, rows, weight = [a[(*i, ...)] for a in self.vector], self.rows, self.weight
+        if not self.shared:
+            rows = [a[(*i, ...)] for a in rows]
+            weight = None if weight is None else [a[(*i, ...)] for a in weight]
+        return replace(self, batch=(), rows=rows, vector=vector, weight=weight, shared=False)
 
     def to_caller(self, a: Array) -> Array:
         """Convert an array of t-space (a NumPy array on the CPU) to the library of G and g."""
@@ -248,9 +247,8 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             )
         elif may_overlap(o):
             wrong = "has entries that share memory, or strides that allow it; pass a contiguous array"
-        elif isinstance(o, np.ndarray):
-            if not o.flags.writeable:
-                wrong = "is read-only; pass an array that can be written"
+        elif isinstance(o, np.ndarray) and not o.flags.writeable:
+            wrong = "is read-only; pass an array that can be written"
         elif device_of(o) != problem.device:
             wrong = f"is on device {device_of(o)} but g is on {problem.device}"
         elif writes and o.requires_grad:

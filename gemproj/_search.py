@@ -129,7 +129,7 @@ def solve(
             if lam[p, i] != 0.0:
                 add(moved, lam[p, i] * norm[i], unit[i])
         size = np.sqrt(dot(moved, moved))
-        for i in range(t):  # how far h asks x to move, see `Bounds.asked`
+        for i in range(t):  # how far h asks x to move, see `DualSolution._asked`
             wanted = abs(right[i]) if low[i] < 0.0 else right[i]
             if wanted > size:
                 size = max(size, min(wanted, (high[i] - max(low[i], 0.0)) * norm[i]))

@@ -21,7 +21,7 @@ PROBLEMS = 200
 WITHIN = {"float64": 1e-9, "float32": 1e-6}  # tolerances for |x - x*| / |g|
 KINDS = ["generic", "parallel", "mixed norms", "repeated", "opposite", "more rows than columns", "zero row"]
 OPTIONS = ["h", "equality", "margin", "penalty", "metric"]
-Known = namedtuple("Known", "G g x multipliers options")  # x is the projection
+Known = namedtuple("Known", "G g x options")  # x is the projection
 
 
 def draw(rng: np.random.Generator, kind: str, t: int, d: int, names: Collection[str] = ()) -> Known:
@@ -52,7 +52,7 @@ def draw(rng: np.random.Generator, kind: str, t: int, d: int, names: Collection[
     h = G @ x - np.where(held, -1.0, np.where(active, 0.0, 1.0)) * rng.random(t) * n
     metric = 10.0 ** (rng.uniform(-1, 1, d) * ("metric" in names))
     options = {"h": h, "equality": equality, "margin": margin, "penalty": penalty, "metric": metric}
-    return Known(G, x - G.T @ lam / metric, x, lam, {name: options[name] for name in names})
+    return Known(G, x - G.T @ lam / metric, x, {name: options[name] for name in names})
 
 
 def problem(seed: int) -> tuple[str, str, Known]:
@@ -80,7 +80,7 @@ def check() -> bool:
     print(f"{PROBLEMS} problems with known projections")
     for library, device, backends.wanted in ways():
         xp, failed = importlib.import_module(library), []
-        for k, (name, dtype, (G, g, x, _, options)) in enumerate(given):
+        for k, (name, dtype, (G, g, x, options)) in enumerate(given):
             order: Any = "CF"[k % 2]  # rows or columns are adjacent in memory
             arrays = {"G": G.astype(dtype, order), "g": g.astype(dtype), **options}
             try:

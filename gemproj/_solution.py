@@ -189,7 +189,7 @@ class DualSolution:
         cannot be read (nearly dependent rows in `solve_gram`), the bound is ``|x|``.
         """
         size, lam, lower, upper, h = self.size(), self.multipliers, self.lower, self.upper, self._right()
-        asked, bound = self.bounds.asked(np.broadcast_to(self._norms(), lam.shape)), np.zeros(np.shape(size))
+        asked, bound = self._asked(), np.zeros(np.shape(size))
         for i, V, a, read in self._coordinates():
             if size[i]:
                 known = (FROM_ROWS, FROM_ROWS) if read else (ROUNDINGS * self._eps, FROM_GRAM)
@@ -227,9 +227,7 @@ class DualSolution:
             margin = np.maximum(lower, 0.0)
             gg = gg + np.sum(margin * (2.0 * b + matvec(K, margin)), axis=-1)
         size = np.sqrt(np.maximum(gg, 0.0))
-        if self.bounds.h is None:
-            return size
-        return np.maximum(size, self.bounds.asked(np.broadcast_to(self._norms(), self.multipliers.shape)))
+        return size if self.bounds.h is None else np.maximum(size, self._asked())
 
     def to(self, move: Callable[[Array], Array]) -> DualSolution:
         """Return this solution with its arrays, in NumPy, converted by `move`."""
@@ -283,6 +281,18 @@ class DualSolution:
         """Return h, with zeros for rows that are switched off."""
         h = self.bounds.h
         return np.zeros_like(self.multipliers) if h is None else np.where(self.bounds.off, 0.0, h)
+
+    def _asked(self) -> np.ndarray:
+        """Return the distance (...) that h asks x to move at least.
+
+        A row asks for ``h_i / |g_i|`` if h_i is positive (for ``|h_i| / |g_i|`` as an equality), and a row
+        with a penalty c cannot move x by more than ``c |g_i|``.
+        """
+        lower, norms, h = self.lower, self._norms(), self._right()
+        h = np.where(np.isfinite(h), h, 0.0)  # on a device that was not read, it may be NaN
+        asked = np.where(lower < 0, np.abs(h), np.maximum(h, 0.0)) * inverse(norms)
+        most = (self.upper - np.maximum(lower, 0.0)) * np.where(norms > 0, norms, 1.0)
+        return np.max(np.minimum(asked, np.where(norms > 0, most, asked)), axis=-1, initial=0.0)
 
     def _square(self) -> Any:
         """Return ``|x|^2``, which may be below zero by rounding."""

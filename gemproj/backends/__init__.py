@@ -19,13 +19,9 @@ from gemproj._problem import Problem
 from gemproj._tspace import Dual, Gram
 from gemproj.backends import portable
 from gemproj.backends.numba import installed, missing
-from gemproj.backends.portable import Portable
 from gemproj.backends.triton import available
 from gemproj.backends.triton import missing as no_kernels
 
-__all__ = ["Backend", "Portable", "search", "select", "solve_few"]
-
-_PORTABLE = Portable()
 wanted = os.environ.get("GEMPROJ_BACKEND", "")
 
 
@@ -49,7 +45,7 @@ def select(problem: Problem) -> Backend:
     """Return the backend of a problem, and store it in the problem for later stages."""
     if problem.backend is None:
         module = _on_host(wanted) if problem.host else _on_device(problem.vector[0], wanted)
-        problem.backend = module.bind(problem) or _PORTABLE
+        problem.backend = module.bind(problem) or portable
     return problem.backend
 
 

@@ -14,71 +14,65 @@ from gemproj._tiles import stacked, tiles
 from gemproj._tspace import Dual, Gram, times_rows
 from gemproj.backends.enumeration import solve_few
 
-__all__ = ["Portable", "bind", "solve", "solve_few"]
+__all__ = ["bind", "combine", "gram", "name", "solve", "solve_few"]
 
+name = "portable"
 _FLOAT64, _NONE = np.dtype(np.float64), np.empty((0, 0))
 
 
-class Portable:
-    """Stages 1 and 3 tile by tile, in float64; see `gemproj.backends.Backend`."""
+# NumPy's warnings of overflow are switched off, because stage 2 raises an error that names the row.
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
+def gram(problem: Problem) -> Gram:
+    """Return K, b and |g|^2, summed in float64 (float32 on a device that has no float64)."""
+    t, batch = problem.t, problem.batch
+    # With a shared G there is one tile for all problems, with all gradients as rows.
+    outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
+    # On a device, [G; g] times its transpose gives K, b and |g|^2 in one operation. NumPy is slow at this
+    # product for few rows. For many gradients, it would also compute the products between gradients.
+    whole = m == 1 and not problem.host
 
-    name = "portable"
+    def zeros(*shape: int) -> Array:
+        return problem.to_host(problem.xp.zeros(shape, dtype=problem.wide, device=problem.device))
 
-    # NumPy's warnings of overflow are switched off, because stage 2 raises an error that names the row.
-    @np.errstate(over="ignore", invalid="ignore", under="ignore")
-    def gram(self, problem: Problem) -> Gram:
-        """Return K, b and |g|^2, summed in float64 (float32 on a device that has no float64)."""
-        t, batch = problem.t, problem.batch
-        # With a shared G there is one tile for all problems, with all gradients as rows.
-        outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
-        # On a device, [G; g] times its transpose gives K, b and |g|^2 in one operation. NumPy is slow at this
-        # product for few rows. For many gradients, it would also compute the products between gradients.
-        whole = m == 1 and not problem.host
+    total = zeros(*outer, t + m, t + whole)
+    squares = total[..., t:, t] if whole else zeros(*outer, m)
+    xp = namespace(total)
+    with problem.without_autocast():
+        for lead, tile in stacked(problem):
+            # Views, because for `total[...] += ` torch would copy the sum onto itself.
+            part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
+            part += xp.matmul(tile, xp.matrix_transpose(right))
+            if not whole:
+                squares[(*lead, ...)] += xp.sum(g * g, axis=-1)
+    K, b = total[..., :t, :t], xp.reshape(total[..., t:, :t], (*batch, t))
+    return Gram(K, b, xp.reshape(squares, batch))
 
-        def zeros(*shape: int) -> Array:
-            return problem.to_host(problem.xp.zeros(shape, dtype=problem.wide, device=problem.device))
 
-        total = zeros(*outer, t + m, t + whole)
-        squares = total[..., t:, t] if whole else zeros(*outer, m)
-        xp = namespace(total)
-        with problem.without_autocast():
-            for lead, tile in stacked(problem):
-                # Views, because for `total[...] += ` torch would copy the sum onto itself.
-                part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
-                part += xp.matmul(tile, xp.matrix_transpose(right))
-                if not whole:
-                    squares[(*lead, ...)] += xp.sum(g * g, axis=-1)
-        K, b = total[..., :t, :t], xp.reshape(total[..., t:, :t], (*batch, t))
-        return Gram(K, b, xp.reshape(squares, batch))
-
-    def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
-        """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
-        xp, t, batch = problem.xp, problem.t, problem.batch
-        weights = namespace(lam).reshape(
-            lam, (math.prod(batch), t) if problem.shared else (*lam.shape[:-1], 1, t)
-        )
-        # Blocks with one axis of columns: views, except where entries are not in row-major order.
-        views = [is_row_major(a) or a.ndim == len(batch) + 1 for a in x]
-        flat = [
-            xp.reshape(a if view else empty_as(a), (*batch, n))
-            for a, view, n in zip(x, views, problem.sizes, strict=True)
-        ]
-        with problem.without_autocast():
-            for k, lead, at, (rows, vector, *weight) in tiles(problem):
-                rows = xp.astype(rows, problem.wide, copy=False)
-                # On the CPU NumPy multiplies, because its products have the same bits for any batch size.
-                step = problem.to_caller(times_rows(weights[(*lead, ...)], problem.to_host(rows)))
-                step = xp.reshape(step, vector.shape)
-                if weight:
-                    step = step / weight[0]
-                flat[k][at] = xp.astype(vector + step, flat[k].dtype, copy=False)
-        for a, view, part in zip(x, views, flat, strict=True):
-            if not view:
-                a[...] = xp.reshape(part, a.shape)
+def combine(problem: Problem, lam: Array, x: list[Array]) -> None:
+    """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
+    xp, t, batch = problem.xp, problem.t, problem.batch
+    weights = namespace(lam).reshape(
+        lam, (math.prod(batch), t) if problem.shared else (*lam.shape[:-1], 1, t)
+    )
+    # Blocks with one axis of columns: views, except where entries are not in row-major order.
+    made = [a if is_row_major(a) or a.ndim == len(batch) + 1 else empty_as(a) for a in x]
+    flat = [xp.reshape(a, (*batch, n)) for a, n in zip(made, problem.sizes, strict=True)]
+    with problem.without_autocast():
+        for k, lead, at, (rows, vector, *weight) in tiles(problem):
+            rows = xp.astype(rows, problem.wide, copy=False)
+            # On the CPU NumPy multiplies, because its products have the same bits for any batch size.
+            step = problem.to_caller(times_rows(weights[(*lead, ...)], problem.to_host(rows)))
+            step = xp.reshape(step, vector.shape)
+            if weight:
+                step = step / weight[0]
+            flat[k][at] = xp.astype(vector + step, flat[k].dtype, copy=False)
+    for to, a in zip(x, made, strict=True):
+        if a is not to:
+            to[...] = a
 
 
 def bind(problem: Problem) -> None:
-    """Return None: `Portable` serves every problem."""
+    """Return None: this module serves every problem."""
 
 
 def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, ...]:

@@ -6,8 +6,6 @@ import warnings
 from functools import lru_cache
 from importlib.util import find_spec
 
-__all__ = ["installed", "missing"]
-
 
 @lru_cache(maxsize=1)
 def missing() -> str:

@@ -67,6 +67,8 @@ class Numba:
         they cannot read a single block.
     parts : list
         The work that threads share for several blocks: the first lines of the parts, and the end of the last.
+    count : int
+        Number of these parts, or of pieces of a single block.
     """
 
     name = "numba"
@@ -76,6 +78,8 @@ class Numba:
         self.like, self.problems, self.piece = like, math.prod(problem.batch), _PIECE
         if n * (t + 1) >= _SMALL:
             self.piece = min(_PIECE, max(_LEAST, -(-n // (16 * 1024)) * 1024))
+        self.count = -(-n // self.piece)
+        self.threads = problem.xp.get_num_threads if problem.is_torch else cores
         # With a shared G, whole groups of gradients are read together.
         self.together = -(-max(t, _TOGETHER) // HEIGHT) * HEIGHT if problem.shared else 1
         self.items = -(-self.problems // self.together)
@@ -116,6 +120,7 @@ class Numba:
         self._blocks, self._starts = block, start * size
         part = (np.cumsum(here) - 1) // piece
         self.parts = [*np.flatnonzero(np.diff(part, prepend=-1)).tolist(), len(block)]
+        self.count = len(self.parts) - 1
 
     def _lines(self, problem: Problem, i: int) -> tuple[np.ndarray, Any]:
         """Return the table of a part, and copies of the blocks that cannot be read where they are."""
@@ -130,8 +135,8 @@ class Numba:
     def gram(self, problem: Problem) -> Gram:
         """Return K, b and |g|^2, summed piece by piece in threads."""
         t, m, n, batch, shared = problem.t, self.problems, problem.columns, problem.batch, problem.shared
-        count, size = self._count(n), t * t + self.together * (t + 1)
-        totals = np.zeros((max(1, count), self.items, size))
+        size = t * t + self.together * (t + 1)
+        totals = np.zeros((max(1, self.count), self.items, size))
 
         def run(begin: int, end: int) -> None:
             if not self.parts:
@@ -143,7 +148,7 @@ class Numba:
 
         # Eight products take as long as reading a number.
         work = m * n * (t + 1) * ((9 + t) // 8)
-        share_pieces(run, count * self.items, work, lambda: _threads(problem))
+        share_pieces(run, self.count * self.items, work, self.threads)
         if (left := len(totals)) > 1:
             with np.errstate(all="ignore"):  # stage 2 raises an error that names the row
                 while left > 16:  # pairwise, to limit rounding
@@ -166,7 +171,7 @@ class Numba:
         if problem.is_torch and any(
             a.is_neg() or (n and not at) for a, n, at in zip(x, problem.sizes, places, strict=True)
         ):
-            portable.Portable().combine(problem, lam, x)
+            portable.combine(problem, lam, x)
             return
         if self.parts:
             self.table[:, 6] = np.array(places)[self._blocks] + self._starts
@@ -181,15 +186,10 @@ class Numba:
                 table, _ = self._lines(problem, i)
                 write_combinations(0, len(table), table, self.like, 1, n, 1, lams)
 
-        count = self._count(n) * self.items
-        share_pieces(run, count, m * n * (problem.t + 2), lambda: _threads(problem))
+        share_pieces(run, self.count * self.items, m * n * (problem.t + 2), self.threads)
         for to, a in zip(x, made, strict=True):
             if a is not to:
                 to[...] = a
-
-    def _count(self, n: int) -> int:
-        """Return the number of parts, or of pieces of a single block of n columns."""
-        return len(self.parts) - 1 if self.parts else -(-n // self.piece)
 
 
 @lru_cache(maxsize=64)
@@ -255,7 +255,3 @@ def _steps(a: Array) -> list[Any]:
         size = a.itemsize if a.flags.aligned else math.nan
         return [step / size for step in a.strides]
     return list(a.stride())
-
-
-def _threads(problem: Problem) -> int:
-    return int(problem.xp.get_num_threads()) if problem.is_torch else cores()

@@ -9,8 +9,6 @@ from typing import Any
 
 from gemproj._arrays import is_recording
 
-__all__ = ["available", "missing"]
-
 # For each device, the reason why kernels are not available; empty if they are available.
 _found: dict[Any, str] = {}
 

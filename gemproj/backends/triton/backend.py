@@ -16,15 +16,12 @@ from gemproj._tspace import Gram
 from gemproj.backends import portable
 from gemproj.backends.triton import kernels
 
-__all__ = ["Triton", "bind", "solve_few"]
-
 # Maximum number of rows for which the entries of K are held in registers.
 _FEW = 8
 # Programs per multiprocessor in stage 1 and stage 3, and minimum number of columns per program in stage 1.
 _MEASURING, _COMBINING, _LEAST = 4, 16, 1024
 # Number of columns that a program of stage 3 computes at a time.
 _COLUMNS = 512
-_PORTABLE = portable.Portable()
 
 
 class Block(NamedTuple):
@@ -80,7 +77,7 @@ class Triton:
         """Return K, b and |g|^2 as views of one tensor."""
         t, n, many, batch = problem.t, problem.t + 1, self._many, problem.batch
         if t > _FEW:
-            return _PORTABLE.gram(problem)
+            return portable.gram(problem)
         # More rows take more registers, so fewer programs run at once.
         programs = self._programs * (_MEASURING if t <= _FEW // 2 else _MEASURING // 2)
         width = 2 if any(torch.float64 in block.dtypes for block in self._blocks) else 4
@@ -101,7 +98,7 @@ class Triton:
         """Write x with one launch per block."""
         t, many, out = problem.t, self._many, [a for a in x if a.numel()]
         if not all(a.is_contiguous() and not a.is_neg() for a in out):
-            return _PORTABLE.combine(problem, lam, x)
+            return portable.combine(problem, lam, x)
         lam = lam.contiguous()
         for block, to in zip(self._blocks, out, strict=True):
             n, (aligned, weighted) = block.columns, block.constants
