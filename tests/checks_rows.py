@@ -320,6 +320,24 @@ def one_process_may_save():
 
 
 @check(2)
+def one_process_may_save_between_models():
+    """All of them look at everything in the next step, and know as much about the losses after it."""
+    looked = []
+    for saves in (False, True):
+        model = DistributedDataParallel(net())
+        promise = Promise(SAID, tolerance=0.2, examples=4)
+        optimizer, keeper = kept(model, [share(task(k, 16)) for k in range(2)], promise, look="auto")
+        for step in range(24):
+            take(model, optimizer, share(task(5, 16)))
+            if step == 22:
+                looked.append(keeper.rows.ages == [0, 0])
+            if step == 21 and saves and dist.get_rank() == 0:
+                keeper.state_dict()
+        same_everywhere(keeper._forecast.known)
+    assert looked == [False, True]
+
+
+@check(2)
 def a_state_of_fewer_sets_comes_back_while_training():
     """On a device one process may save alone, as there all know one step later who looks."""
     model = DistributedDataParallel(net())

@@ -49,6 +49,8 @@ def test_several_keepers_have_files_of_their_own(tmp_path):
     assert (list(first.sets), list(second.sets), len(second.sets["two"])) == (["one"], ["two"], 24)
     second.remove()
     assert Keeper(accelerator, other, parts)._number == 1
+    second.remove()  # again, which does not free the number of another keeper
+    assert second._numbers == {0, 1}
 
 
 def test_a_keeper_that_is_removed_is_in_no_checkpoint_and_projects_no_more(tmp_path):

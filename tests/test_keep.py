@@ -118,6 +118,7 @@ def default(factor):
         lambda k: Distillation(logits, labels=CrossEntropy(logits, labels=k)),
         lambda k: Distillation(logits, temperature=float(k)),
         lambda k: partial(scaled, k),
+        lambda k: partial(scaled, factor=torch.full((2,), k)),
         lambda k: Scaled([1.0, k]),
         closure,
         default,

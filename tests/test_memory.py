@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from models import begin, perceptron, through_a_file  # noqa: E402
+from models import EACH, begin, perceptron, take, task, through_a_file  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import DataLoader, default_collate  # noqa: E402
 
@@ -60,6 +60,14 @@ def test_draws_are_the_same_on_any_default_device():
         with torch.device("meta"):
             assert sets[1].draw(two.manual_seed(3)) == at
             assert sets[1].fetch(at, None)[0].tolist() == at
+
+
+def test_examples_are_kept_on_any_default_device():
+    model, optimizer, keeper = begin(lambda model, batch: EACH(model, batch), tolerance=0.1)
+    with torch.device("meta"):
+        keeper.keep([task(0)], hold_out=0.25)
+    take(model, optimizer, task(1))
+    assert keeper.sets[0].losses.device.type == keeper.rows.losses.device.type == "cpu"
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Keeper(AcceleratedKeeper):
         accelerator: Accelerator,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        promise: Promise | Loss | None = None,
+        promise: Promise | Loss | float | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(accelerator, Accelerator):
@@ -119,6 +119,7 @@ class Keeper(AcceleratedKeeper):
         self._numbers.discard(self._number)
         for hook in self._hooks:
             hook.remove()
+        del self._hooks
 
 
 def bare(optimizer: Any) -> Any:

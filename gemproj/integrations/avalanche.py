@@ -77,7 +77,7 @@ class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # 
         patterns = strategy.experience.dataset
         drawn = list(range(n := len(patterns)))
         if self._limit is not None and self._limit < n:
-            drawn = torch.randperm(n, generator=self._random)[: self._limit].tolist()
+            drawn = torch.randperm(n, generator=self._random, device="cpu")[: self._limit].tolist()
         name = strategy.clock.train_exp_counter if self._name is None else self._name
         # As a batch, because a plugin is pickled, and a collate function may not be.
         self.keep([list(patterns.collate_fn([patterns[i] for i in drawn]))], name=name)

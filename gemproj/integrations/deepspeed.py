@@ -35,7 +35,7 @@ class Keeper(KeeperBase):
     """
 
     def __init__(
-        self, engine: Any, promise: Promise | Loss | None = None, *, on: On = "step", **options: Any
+        self, engine: Any, promise: Promise | Loss | float | None = None, *, on: On = "step", **options: Any
     ) -> None:
         super().__init__(promise, on=on, **options)
         self._vector_type, self._step_type = ZeroVector, ZeroStep
@@ -69,7 +69,7 @@ class ZeroVector(ParameterVector):
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         # `placed` is a collective operation, so every process must call it for every parameter.
         return [
-            torch.zeros(_shape(p), device=loss.device) if g is None else g
+            torch.zeros(getattr(p, "ds_shape", p.shape), device=loss.device) if g is None else g
             for p, g in zip(self.parameters, gradients, strict=True)
         ]
 
@@ -234,7 +234,3 @@ def _fragment(p: Any, key: str | None = None, flat: Any = None) -> tuple[Tensor,
     at = mapping.hp_fragment_address
     part = mapping.hp_fragment.detach() if flat is None else flat.narrow(0, at.start, at.numel)
     return part, mapping.lp_fragment_address.start
-
-
-def _shape(p: Any) -> torch.Size:
-    return p.ds_shape if _stage3(p) else p.shape

@@ -147,8 +147,7 @@ def _parts(logits: Tensor, at: Tensor | None, *more: Tensor) -> Iterator[tuple[A
     """Yield the indices of some positions at a time, with their parts of other tensors (m, ...)."""
     size = max(1, (_ON_CPU if logits.device.type == "cpu" else _ON_DEVICE) // logits.shape[-1])
     if at is None:
-        n = len(logits)
-        rows: Any = [slice(k, min(k + size, n)) for k in range(0, max(n, 1), size)]
+        rows: Any = [slice(k, k + size) for k in range(0, max(len(logits), 1), size)]
     else:
         rows = at.split(size)
     yield from zip(rows, *(tensor.split(size) for tensor in more), strict=True)

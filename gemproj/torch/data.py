@@ -67,17 +67,14 @@ def read(
         data = torch.utils.data.Subset(data, chosen)
     lists, collate = _lists(data, collate)
     lists = _ending(lists, data, limit)
-    if limit is None:
-        found = [one for some in lists for one in owned(some)]
-    else:
-        found = _sampled(itertools.chain.from_iterable(lists), limit, random)
+    found = _sampled(itertools.chain.from_iterable(lists), limit or 2**62, random)
     if not found:
         raise ValueError("data holds no example. An iterator can be read only once: pass the loader itself.")
     return found, collate
 
 
 def _sampled(examples: Iterable[Any], limit: int, random: torch.Generator) -> list[Any]:
-    """Return copies of `limit` examples, each with the same probability."""
+    """Return copies of at most `limit` examples, each with the same probability."""
     kept: list[Any] = []
     for seen, one in enumerate(examples):
         if seen < limit:

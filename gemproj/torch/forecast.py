@@ -66,11 +66,11 @@ class Forecast:
         """Begin anew for a set whose examples are others now."""
         self.names = [None if known == name else known for known in self.names]
 
-    def due(self, rows: Rows, terms: Any, whole: bool) -> tuple[list[bool], bool]:
+    def due(self, rows: Rows, terms: Any, whole: bool) -> tuple[list[bool] | None, bool]:
         """Return which rows are computed again in a step that begins, and whether the step is projected.
 
-        The losses of all rows become those of their models, and if the step is projected, so do rows. All
-        rows are due if any process says `whole`.
+        The losses of all rows become those of their models, and if the step is projected, so do rows. None
+        stands for all rows, as if they were new, which is so where any process says `whole`.
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
         excess, curvature, error, variance, since, steps, most = self.known
@@ -94,16 +94,16 @@ class Forecast:
         flags = flags | tolerance.isnan()
         if terms.weight is not None:  # then the row is a part of every step
             flags = flags | (torch.as_tensor(terms.weight) > 0.0)
-        flags = torch.cat([flags, ~safe])
+        flags = torch.cat([flags, ~safe, flags.new_full((1,), whole)])
         if topology.world > 1:  # rounding may differ between processes, and all must do the same
             flags = topology.sum_values(flags.to(square.dtype)) > 0.0
         told = self._told(flags, rows.vector.device) if late else flags
-        found = [True] * len(flags) if told is None or whole else told.tolist()
+        found = [True] * (len(flags) - 1) + [whole] if told is None or whole else told.tolist()
         if projects := any(found):
             rows.move(step, 2.0 * curvature)
             rows.unsure = unsure(now, way)
             self.known, self.age = torch.stack([now, curvature, error, variance, way, steps, most]), 0
-        return found[: len(rows)], projects
+        return None if found[-1] else found[: len(rows)], projects
 
     def _told(self, flags: Tensor, device: torch.device) -> Tensor | None:
         """Return the flags of the step before, which have been on the host for long: nothing waits."""

@@ -7,8 +7,8 @@ computes each row by itself. Two rows of a first pass are compared with rows of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vjp, vmap
+from torch.func import grad_and_value, vjp, vmap
 from torch.utils.data import default_collate
 
 from gemproj.torch.data import kind_of, leaves_of, map_nested
@@ -31,8 +31,9 @@ _CPU_PASS, _CPU_ROW = 2**25, 2**22
 _MOST_APART = 0.03
 
 
-class RowByRow(Exception):
-    """Raised if rows cannot share a pass; the message is the reason."""
+# What a way returns: the largest relative error of its products, indices of parameters on which rows depend,
+# the losses of the rows, and those of their examples.
+Found = tuple[float, Sequence[int], Tensor, Tensor]
 
 
 @dataclass
@@ -113,13 +114,13 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
         tried = draws[max(0, min(min(own) - draws[0].k, len(draws) - plan.rows)) :][: plan.rows]
         try:
             if used > of_row or plan.rows < 2:
-                raise RowByRow(f"a row has {n} examples, {used / 2**20:.3g} MiB: no two share a pass")
+                raise ValueError(f"a row has {n} examples, {used / 2**20:.3g} MiB: no two share a pass")
             _share(G, model, tried, plan)
             for k in (k for k in own if k <= tried[-1].k):
                 kind = torch.promote_types(own[k].dtype, torch.float32)
                 size, apart = (float(a.norm(dtype=kind)) for a in (own[k], G.buffer[k] - own[k]))
                 if not apart <= min(4.0 * max(rounding, plan.rounding) ** 0.5, _MOST_APART) * size:
-                    raise RowByRow(
+                    raise ValueError(
                         f"rows of a shared pass differ by {apart / max(size, 1e-30):.1g} of their norm. Does "
                         "the loss of an example depend on the others of its batch, or draw random numbers?"
                     )
@@ -140,48 +141,40 @@ def _share(G: Any, model: nn.Module, draws: list[Draw], plan: Plan) -> list[Draw
     if entries > 1.5 * plan.entries:  # longer than when the plan was made
         return _share(G, model, draws[:half], plan) + _share(G, model, draws[half:], plan)
     if any(p._backward_hooks for p in G.vector.parameters):
-        raise RowByRow("parameters have hooks, which change each gradient")
+        raise ValueError("parameters have hooks, which change each gradient")
     if any(leaf.shape[:1] != (len(draws) * len(draws[0].at),) for leaf in tensors):
-        raise RowByRow("the first dimension of a batch does not count examples, as in packed texts")
-    plan.rounding = plan.way(G, model, draws, batch, outputs)
-    for j in plan.reached:
-        G.reached[j] = True
+        raise ValueError("the first dimension of a batch does not count examples, as in packed texts")
+    plan.rounding, reached, losses, values = plan.way(G, model, draws, batch, outputs)
+    G.note(draws[0].k, [*plan.reached, *reached], losses.detach())
+    for draw, some in zip(draws, values.detach().reshape(len(draws), -1), strict=True):
+        G.values[draw.k] = [(draw.weight, draw.at, some)]
     return []
 
 
-def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> float:
+def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> Found:
     """Compute rows by the vectorised gradient of torch, which knows most operations."""
     t, first = len(draws), draws[0]
     given = (batch,) if outputs is None else (batch, outputs)
     given = map_nested(lambda leaf: leaf.view(t, -1, *leaf.shape[1:]), given)
-    loss = nn.ModuleList([model])
-    loss.forward = lambda *given: call_loss(first.loss, model, given[0], len(first.at), *given[1:])
-
-    # Where each parameter is, in each module under its first name: `functional_call` with `tie_weights`
-    # leaves other weights behind in a module that has two names.
     at = {id(p): j for j, p in enumerate(G.vector.parameters)}
-    places = {
-        name: at[id(p)]
-        for prefix, module in loss.named_modules()
-        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False)
-        if id(p) in at
-    }
 
-    def scaled(own: list[Tensor], given: Any) -> tuple[Tensor, Tensor]:
-        weights = {name: own[j] for name, j in places.items()}
-        values = functional_call(loss, weights, given, tie_weights=False)
+    def scaled(own: list[Any], given: Any) -> tuple[Tensor, Tensor]:
+        with ExitStack() as restored:  # a parameter may be in several modules; each module is here once
+            for held in [module._parameters for module in model.modules()]:
+                restored.callback(held.update, dict(held))
+                held.update({name: own[at[id(p)]] for name, p in held.items() if id(p) in at})
+            values = call_loss(first.loss, model, given[0], len(first.at), *given[1:])
         return values.mean() * G.scale, values
 
     own = [p.detach() for p in G.vector.parameters]
     gradients, (losses, values) = vmap(grad_and_value(scaled, has_aux=True), (None, 0))(own, given)
     for gradient, part in zip(gradients, G.parts(first.k, t), strict=True):
         part.copy_(gradient * first.weight)
-    losses = losses / G.scale * first.weight
-    _note(G, draws, losses, values, ())  # a gradient of zeros may be that of no parameter
-    return max(torch.finfo(p.dtype).eps for p in own)
+    # A gradient of zeros may be that of no parameter.
+    return max(torch.finfo(p.dtype).eps for p in own), [], losses / G.scale * first.weight, values
 
 
-def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> float:
+def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> Found:
     """Compute rows in one backward pass through the sum of their losses, from what each layer gets.
 
     In the forward pass of its own layer, a parameter is a constant. The output of the layer passes through an
@@ -192,7 +185,7 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
     parts = dict(zip(map(id, G.vector.parameters), G.parts(first.k, t), strict=True))
     reached, rounding = set[int](), {torch.finfo(part.dtype).eps for part in parts.values()}
 
-    def forward(layer: Any, own: Mapping[str, Tensor], x: Tensor) -> Any:
+    def forward(layer: Any, own: Mapping[str, Any], x: Tensor) -> Any:
         x = x.expand(t * n, *x.shape[1:])  # position ids for all examples; an error for other sizes
         constant = {name: p.detach() for name, p in own.items()}
 
@@ -210,40 +203,25 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
         out = type(layer).forward(_with(layer, constant), x)
         return _Recorded.apply(out, x.detach(), add, *own.values())  # type: ignore[no-untyped-call]
 
-    with _replaced(model, parts, forward):
-        values = call_loss(first.loss, model, batch, t * n, outputs)
-        losses = values.view(t, n).mean(1) * first.weight  # an error for the mean over all examples
-        elsewhere = torch.autograd.grad(losses.sum() * G.scale, G.vector.parameters, allow_unused=True)
-    if any(gradient is not None for gradient in elsewhere):
-        raise RowByRow("a parameter is used outside of the layer that owns it")
-    for p in parts.keys() - reached:
-        parts[p].zero_()
-    _note(G, draws, losses, values, [j for j, p in enumerate(parts) if p in reached])
-    return max(rounding)
-
-
-def _note(G: Any, draws: Sequence[Draw], losses: Tensor, values: Tensor, reached: Sequence[int]) -> None:
-    """Record the losses of rows that share a pass, and those of their examples."""
-    G.note(draws[0].k, reached, losses.detach())
-    for draw, some in zip(draws, values.detach().reshape(len(draws), -1), strict=True):
-        G.values[draw.k] = [(draw.weight, draw.at, some)]
-
-
-@contextmanager
-def _replaced(model: nn.Module, parts: Mapping[int, Tensor], forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward pass of all layers with parameters of G by ``forward(layer, parameters, x)``."""
     with ExitStack() as restored:
         for layer in model.modules():
             if "_orig_mod" in layer._modules or layer._compiled_call_impl is not None:
-                raise RowByRow("a part of the model is compiled")
+                raise ValueError("a part of the model is compiled")
             own = {name: p for name, p in layer._parameters.items() if id(p) in parts}
             if own and (layer._modules or "forward" in layer.__dict__):
-                raise RowByRow(f"{type(layer).__name__} has parameters and layers, or a replaced forward")
+                raise ValueError(f"{type(layer).__name__} has parameters and layers, or a replaced forward")
             if own:
                 # Written to the dict of the layer, because `Module.__setattr__` takes much longer.
                 restored.callback(layer.__dict__.pop, "forward", None)  # before it is set, for Ctrl-C
                 layer.__dict__["forward"] = partial(forward, layer, own)
-        yield
+        values = call_loss(first.loss, model, batch, t * n, outputs)
+        losses = values.view(t, n).mean(1) * first.weight  # an error for the mean over all examples
+        elsewhere = torch.autograd.grad(losses.sum() * G.scale, G.vector.parameters, allow_unused=True)
+    if any(gradient is not None for gradient in elsewhere):
+        raise ValueError("a parameter is used outside of the layer that owns it")
+    for p in parts.keys() - reached:
+        parts[p].zero_()
+    return max(rounding), [j for j, p in enumerate(parts) if p in reached], losses, values
 
 
 class _Recorded(torch.autograd.Function):

@@ -160,7 +160,7 @@ class KeeperBase:
                 with vector.topology.agreement(facts), undisturbed(data):
                     data, collate = self._prepared(data, collate)
                     examples, collate = read(data, collate, limit, self._random)
-                losses = torch.zeros(len(examples), dtype=torch.float64)
+                losses = torch.zeros(len(examples), dtype=torch.float64, device="cpu")
                 kept = KeptSet(name, chosen, examples, collate, [], losses, adapters(inner))
                 kept.own = promise is not None or (known is not None and known.own)
                 examine(kept, inner, vector, loss, self._microbatch, hold_out > 0.0)
@@ -524,8 +524,6 @@ def alike(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, Tensor):
         return torch.equal(one, other)
-    if isinstance(one, partial):
-        return alike(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
     if isinstance(one, types.FunctionType):  # one that is made again is another object
         made = ("__code__", "__closure__", "__defaults__", "__kwdefaults__")
         one, other = ([getattr(function, name) for name in made] for function in (one, other))
@@ -535,4 +533,6 @@ def alike(one: Any, other: Any) -> bool:
         except (RuntimeError, ValueError):  # of arrays
             return False
     mine, others = vars(one), vars(other)
-    return mine.keys() == others.keys() and all(map(alike, mine.values(), others.values()))
+    if isinstance(one, partial):
+        mine, others = (dict(enumerate([p.func, *p.args])) | p.keywords for p in (one, other))
+    return mine.keys() == others.keys() and all(alike(mine[name], others[name]) for name in mine)

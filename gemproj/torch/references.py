@@ -20,6 +20,7 @@ from gemproj._checks import check_count, check_number
 from gemproj._warn import warn
 from gemproj.torch.processes import Processes
 from gemproj.torch.rows import forked, reshard
+from gemproj.torch.rows import seed as seeded
 from gemproj.torch.vector import group_of, local, mesh_of
 
 # A text is of use from so many tokens on, an answer in it from one token and its end on; and if at least this
@@ -110,7 +111,7 @@ def write_references(
     ):
         try:
             model.eval()
-            torch.manual_seed(seed)
+            seeded(seed, held[0].device)
             while topology.least(len(found)) < n and tried < _PATIENCE * n:
                 tried += min(batch, n)
                 for one, text, answer in writer.texts(min(batch, n)):

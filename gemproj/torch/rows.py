@@ -175,8 +175,7 @@ class Rows:
                         "is zero: right if those are frozen, wrong if the loss runs under torch.no_grad()."
                     )
                 weight = topology.weight(count, draw.total)
-                gradients = self.vector.gradients if loss.requires_grad else lambda _: none
-                found = gradients(loss * (weight * scale))
+                found = self.vector.gradients(loss * (weight * scale)) if loss.requires_grad else none
                 reached = self.vector.gather(found, self.parts(draw.k), add=j > 0)
                 self.note(draw.k, reached, self.found[draw.k : draw.k + 1] + weight * loss.detach())
                 self.values[draw.k].append((weight, some, values.detach()))

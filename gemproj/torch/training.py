@@ -186,8 +186,7 @@ class Training:
             return None, True
         if whole and rows.vector.topology.world == 1:
             return None, True
-        due, projects = keeper._forecast.due(rows, self.terms, whole)
-        return None if whole else due, projects
+        return keeper._forecast.due(rows, self.terms, whole)
 
     def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None, fresh: bool) -> None:
         """Compute the rows that are due, those of all sets for None; `fresh` if they are other sets."""
