@@ -63,9 +63,9 @@ def test_draws_are_the_same_on_any_default_device():
 
 
 def test_examples_are_kept_on_any_default_device():
-    model, optimizer, keeper = begin(lambda model, batch: EACH(model, batch), tolerance=0.1)
+    (model, optimizer, keeper), batch = begin(EACH, tolerance=0.1), task(0)
     with torch.device("meta"):
-        keeper.keep([task(0)], hold_out=0.25)
+        keeper.keep([batch], hold_out=0.25)
     take(model, optimizer, task(1))
     assert keeper.sets[0].losses.device.type == keeper.rows.losses.device.type == "cpu"
 
