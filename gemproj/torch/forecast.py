@@ -125,9 +125,10 @@ class Forecast:
         if fresh:
             at = {name: k for k, name in enumerate(self.names)}
             every = torch.cat([self.known.to(_NEW), _NEW], dim=1)
-            _, curvature, error, variance, *_ = every[:, [at.get(name, -1) for name in rows.names]].to(found)
+            every = every[:, [at.get(name, -1) for name in rows.names]].to(found)
+            _, curvature, error, variance, _, _, most = every
             self.names, self._copied = list(rows.names), None
-            self.known = torch.stack([found, curvature, error, variance, none, none, none])
+            self.known = torch.stack([found, curvature, error, variance, none, none, most])
             return
         looked, drawn = [False] * len(rows), [math.inf] * len(rows)
         for draw in draws:
