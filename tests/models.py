@@ -66,16 +66,6 @@ class Quantised(torch.Tensor):
         return cls(found) if function is torch.ops.aten.detach.default else found
 
 
-SMALL = 2.0**-22
-
-
-def half_loss(model, batch):
-    """Return a loss so small that its gradient vanishes in float16, unless it is scaled."""
-    with torch.autocast("cpu", torch.float16):
-        out = logits(model, batch)
-    return cross_entropy(out.float(), labels(batch)) * SMALL
-
-
 EACH = CrossEntropy(logits, labels=labels)
 SAID = Distillation(logits)
 # Right after outputs were stored, the gradient of a divergence alone is rounding.

@@ -26,7 +26,6 @@ WRONG_VALUES = [
     (lambda: project(G.T, g), "If G has one column per constraint, pass G.T."),
     (lambda: project(G.T, g[:, None]), r"pass G.T. If g is a column, pass g\[:, 0\]."),
     (lambda: project(G[:1], g[:, None]), r"found \(\d+, 1\). If g is a column"),
-    (lambda: solve_gram(np.array([[1.0, 2.0], [2.0, 1.0]]), np.ones(2)), "K must be .* semidefinite"),
     (lambda: solve_gram(np.array([[1.0, 0.5], [0.2, 1.0]]), np.ones(2)), "K must be .* symmetric: found"),
     (lambda: solve_gram(np.array([[1.0, 1.0], [1.0, 0.0]]), np.ones(2)), "K must be .* semidefinite"),
     (lambda: solve_gram(np.eye(2), np.ones(2), np.array(-1.0)), "gg must be .*; found -1"),
@@ -170,7 +169,6 @@ def test_common_layouts_that_are_wrong_say_what_to_pass(library):
         ([v, v], v, "g must be a sequence .* If G is a list of rows, stack them"),
         ([w, v], [w, v[:3]], r"here t = 2 and m = 2; G\[1\] has shape \(4,\), g\[1\]"),
         ([w, v], [w, v], r"G\[1\] has shape .* G needs a leading axis of size 1"),
-        (xp.ones((4, 2)), v, r"g must have shape \(2,\) .* If G has one column per constraint, pass G.T."),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             project(G, g)

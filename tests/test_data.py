@@ -232,7 +232,6 @@ NO_END = r"no length, and no end after 5 batches. Pass limit=, or .*itertools.is
         (texts(), 7, TypeError, "collate must be a function of a list of examples; found int"),
         ([{"image": object()}], padded, TypeError, r"found builtins.object.*\(batch for batch in loader\)"),
         (DataLoader([{"image": object()}], collate_fn=padded), None, TypeError, "Convert it in the data set"),
-        ([], padded, ValueError, "data holds no example"),
         ((), None, ValueError, "no example.*read only once"),
         (DataLoader(Endless(), batch_size=None), None, ValueError, NO_END),
     ],

@@ -227,12 +227,6 @@ def test_rows_that_are_not_finite_are_left_out_unseen(device, bad, t, rng):
         assert np.all(np.isnan(device.numpy(project(rows, device.array(g * np.nan), **options))))
 
 
-def test_many_gradients_without_rows():
-    with make_device():
-        g = torch.ones(2, 3, device=DEVICE)
-        assert torch.equal(project(torch.ones(0, 3, device=DEVICE), g), g)
-
-
 def test_the_captured_step_of_the_example():
     torch.manual_seed(0)
     names = runpy.run_path(str(ROOT / "examples" / "cuda_graph.py"))

@@ -19,8 +19,6 @@ from tests.models import (
     logits,
     perceptron,
     rival,
-    sgd,
-    take,
     task,
     through_a_file,
     tokenizer,
@@ -299,15 +297,6 @@ def test_only_without_a_tolerance_a_held_out_loss_may_be_above_its_bound_by_its_
     assert {(True, False, False), (tolerance is None, True, False), (False, True, True)} <= seen
 
 
-def test_an_equality_is_broken_by_a_held_out_loss_that_falls():
-    model, keeper, held = held_out(promise=Promise(EACH, equal=True))
-    for _ in range(30):
-        take(model, sgd(model.parameters()), default_collate(held.examples))
-    line = keeper.report()["old"]
-    assert line.held_out[2] < line.held_bound
-    assert not line.kept
-
-
 def test_a_tolerance_alone_takes_the_rest_of_the_promise_and_is_that_of_held_out_examples():
     _, keeper, held = held_out(20, Promise(EACH, tolerance=5.0, examples=3), 0.2)
     keeper.keep([task(1, 20)], 0.01, name="old")
@@ -367,8 +356,6 @@ def test_teacher_without_adapters():
     assert keeper.last.names == ["chat"]
     with pytest.raises(TypeError, match="needs a model of peft"):
         Distillation(logits, teacher="base")(perceptron(), rival(task(0)))
-    with pytest.raises(ValueError, match="teacher must be"):
-        Distillation(teacher="model")
 
 
 def test_adapters_that_are_put_into_a_model_are_kept_with_it():
@@ -422,8 +409,6 @@ def test_one_line(trainer, tmp_path):
     assert ["keep/references/held_out" in log for log in evaluated] == [True, True]
     assert callback.report().kept
     assert "references, 2 held out: " in repr(callback.report())
-    with pytest.raises(TypeError, match="tolerance is an option of Promise: pass promise="):
-        trainer.callback(tolerance=0.02)
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
         trainer(tried[0], None, trainer.callback()).train()
     assert list((tmp_path / "gemproj").glob("references-*.json"))

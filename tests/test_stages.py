@@ -28,7 +28,7 @@ def whole(xp, x):
 # Shapes of G and g: one problem, batches, many gradients on one G, and leading dimensions that broadcast.
 SHAPES = [((1, 7), (7,)), ((0, 5), (5,)), ((3, 1), (1,)), ((6, 4097), (4097,)), ((3, 200_001), (200_001,))]
 SHAPES += [((2, 4, 33), (2, 33)), ((2, 0, 4), (2, 4)), ((4, 30), (2, 3, 30)), ((12, 140_000), (3, 140_000))]
-SHAPES += [((3, 2, 4, 9), (9,)), ((2, 4, 9), (3, 1, 9))]
+SHAPES += [((3, 2, 4, 9), (9,)), ((2, 4, 9), (3, 1, 9)), ((0, 3), (2, 3))]
 SHAPES += [((9, 6), (6,)), ((2, 5, 4), (2, 4)), ((6, 4), (3, 4))]  # no more columns than rows
 
 

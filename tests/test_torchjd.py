@@ -1,7 +1,5 @@
 """The projector in TorchJD's aggregators: the optimality conditions, at any scale and with dependent rows."""
 
-import copy
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,9 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torchjd", reason="needs the extra torchjd")
 report = pytest.importorskip("asv_benchmarks.reports.torchjd")
 
-from torchjd.aggregation import DualProj, DualProjWeighting, UPGrad, UPGradWeighting  # noqa: E402
+from torchjd.aggregation import DualProj, UPGrad  # noqa: E402
 from torchjd.autojac import backward, jac_to_grad  # noqa: E402
-from torchjd.linalg import DualConeProjector, QuadprogProjector  # noqa: E402
+from torchjd.linalg import QuadprogProjector  # noqa: E402
 
 from gemproj.integrations.torchjd import ConeProjector  # noqa: E402
 
@@ -98,13 +96,6 @@ def test_what_is_not_finite_or_does_not_fit_is_an_error():
     for U, G in ((torch.eye(3), torch.eye(4)), (torch.eye(4), J), (torch.tensor(1.0), torch.eye(4))):
         with pytest.raises(ValueError, match=r"G must have shape \(m, m\)"):
             PROJECTOR(U, G)
-
-
-def test_is_a_value_like_any_other():
-    assert isinstance(PROJECTOR, DualConeProjector)
-    assert copy.deepcopy(UPGrad(projector=PROJECTOR)).projector == PROJECTOR
-    assert repr(DualProj(projector=PROJECTOR)) == "DualProj(pref_vector=None, projector=ConeProjector())"
-    assert UPGradWeighting(projector=PROJECTOR).projector is DualProjWeighting(projector=PROJECTOR).projector
 
 
 def aggregate(aggregator, scale, **options):
