@@ -341,20 +341,9 @@ class Avalanche(Driver):
         """Do nothing: the strategy does it."""
 
 
-KEPT = []  # what torch would forget
-
-
 def import_avalanche():
     """Import Avalanche, or skip the test and tell why."""
     try:
-        try:
-            import torchvision  # noqa: F401
-        except RuntimeError:
-            # Its compiled operators are for another build of torch, and it describes two of them when it is
-            # imported. Nothing here calls them: their names are enough.
-            KEPT.append(library := torch.library.Library("torchvision", "DEF"))
-            for name in ("nms", "qnms"):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         import avalanche  # noqa: F401
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"Avalanche cannot be imported: {type(error).__name__}: {error}", allow_module_level=True)

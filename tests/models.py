@@ -72,17 +72,6 @@ SAID = Distillation(logits)
 BOTH = Distillation(logits, labels=EACH, weight=0.1)
 
 
-def promises(logits=logits, labels=labels):
-    """Make promises and options that need different parts of a keeper, for the loops of other libraries."""
-    each = CrossEntropy(logits, labels=labels)
-    said = Distillation(logits, labels=each, weight=0.2)
-    return [
-        pytest.param(Promise(said, tolerance=0.01, repair=0.5, examples=5), {}, id="distilled and tolerance"),
-        pytest.param(Promise(each, tolerance=0.0, examples=None), {"on": "step"}, id="tolerance of steps"),
-        pytest.param(Promise(each, examples=3, weight=0.3), {"on": "gradient"}, id="margin"),
-    ]
-
-
 def whole(tensor):
     """Return a tensor, gathered if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

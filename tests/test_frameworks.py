@@ -22,12 +22,12 @@ from frameworks import (  # noqa: E402
     adamw,
     batches,
 )
-from models import EACH, adapted, assert_same_weights, flat, perceptron, promises  # noqa: E402
+from models import EACH, adapted, assert_same_weights, flat, logits, perceptron  # noqa: E402
 from models import loss as mean_loss  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from gemproj.torch import Promise  # noqa: E402
-from gemproj.torch.losses import model_loss  # noqa: E402
+from gemproj.torch.losses import Distillation, model_loss  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -73,24 +73,25 @@ def compare(kind, folder, promise=ALL, precision=None, make=Net, change=list, at
 # --- steps --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*LOOPS, Avalanche])
-@pytest.mark.parametrize(
-    ("promise", "options"),
-    [
-        (ALL, {}),
-        (Promise(examples=7), {"on": "step", "look": 2}),
-        (Promise(examples=None, weight=0.05), {"on": "both", "method": "fista"}),
-    ],
-    ids=["gradient", "step", "both"],
-)
-def test_steps_are_those_of_a_plain_loop(kind, promise, options, tmp_path):
-    compare(kind, tmp_path, promise, **options)
+SAID = Distillation(logits, labels=EACH, weight=0.2)
+PROMISES = {
+    "gradient": (ALL, {}),
+    "step": (Promise(examples=7), {"on": "step", "look": 2}),
+    "both": (Promise(examples=None, weight=0.05), {"on": "both", "method": "fista"}),
+    # Avalanche replaces losses.
+    "distilled and tolerance": (Promise(SAID, tolerance=0.01, repair=0.5, examples=5), {}),
+    "tolerance of steps": (Promise(EACH, tolerance=0.0, examples=None), {"on": "step"}),
+    "margin": (Promise(EACH, examples=3, weight=0.3), {"on": "gradient"}),
+}
+CASES = [
+    (kind, name) for kind in (*LOOPS, Avalanche) for name in [*PROMISES][: 3 if kind is Avalanche else 6]
+]
 
 
 @pytest.mark.filterwarnings("ignore:0 sets kept")  # in a first training, before which texts may be written
-@loops
-@pytest.mark.parametrize(("promise", "options"), promises())
-def test_promises_are_those_of_a_plain_loop(kind, promise, options, tmp_path):
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_steps_are_those_of_a_plain_loop(kind, name, tmp_path):
+    promise, options = PROMISES[name]
     compare(kind, tmp_path, promise, **options)
 
 
