@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 import models  # noqa: E402
-from models import begin, language_model  # noqa: E402
+from models import begin, language_model, through_a_file  # noqa: E402
 
 from gemproj.torch import Promise  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
@@ -20,12 +20,6 @@ FLAT = transformers.DataCollatorWithFlattening()
 def examples():
     """Return a data set of tokenized texts, as ``datasets.map`` makes it."""
     return datasets.Dataset.from_list([dict(TOKENIZER(text, return_token_type_ids=False)) for text in TEXTS])
-
-
-def keep(data, promise, **options):
-    keeper = begin(promise, model=language_model().double())[2]
-    keeper.keep(data, name="a", **options)
-    return keeper.sets["a"]
 
 
 def kept_texts(batch):
@@ -45,8 +39,11 @@ def logits(model, batch):
 @pytest.mark.parametrize("limit", [None, 2])
 def test_a_data_set_in_the_format_of_torch_needs_no_collator(limit):
     rows = datasets.Dataset.from_dict({"x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]}).with_format("torch")
-    kept = keep(rows, lambda model, batch: model.lm_head.weight.sum() * batch["x"].sum(1), limit=limit)
-    found = sorted(one["x"].tolist() for one in kept.examples)
+    keeper = begin(
+        lambda m, batch: m.lm_head.weight.sum() * batch["x"].sum(1), model=language_model().double()
+    )[2]
+    keeper.keep(rows, limit=limit)
+    found = sorted(one["x"].tolist() for one in keeper.sets[0].examples)
     assert len(found) == (limit or 3)
     assert all(one in rows["x"][:].tolist() for one in found)
 
@@ -71,8 +68,7 @@ def test_the_loader_of_a_trainer_is_one_of_examples(streamed, tmp_path):
     (-each(model, batch)).mean().backward()
     optimizer.step()
     assert keeper.last.num_violated == 1
-    torch.save(keeper.state_dict(), tmp_path / "keeper.pt")
-    keeper.load_state_dict(torch.load(tmp_path / "keeper.pt", weights_only=True))
+    keeper.load_state_dict(through_a_file(keeper.state_dict()))
     other = keeper.sets[0].fetch(list(range(len(kept))), None)[0]
     assert kept_texts(other) == kept_texts(batch)
 

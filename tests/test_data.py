@@ -12,6 +12,7 @@ np = pytest.importorskip("numpy")
 from models import EACH, SAID, begin, language_model, perceptron, take, task  # noqa: E402
 from models import loss as mean_loss  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate  # noqa: E402
 
@@ -34,13 +35,9 @@ def texts(seed=0, lengths=LENGTHS):
 
 def padded(examples, left=False):
     """Pad to the longest, with the mask and the labels of sequences."""
-    longest = max(len(one["input_ids"]) for one in examples)
-
-    def fill(name, value):
-        rows = [(one[name], [value] * (longest - len(one[name]))) for one in examples]
-        return torch.tensor([pad + own if left else own + pad for own, pad in rows])
-
-    batch = {name: fill(name, 0) for name in ("input_ids", "attention_mask")}
+    side, batch = "left" if left else "right", {}
+    for name in ("input_ids", "attention_mask"):
+        batch[name] = pad_sequence([torch.tensor(one[name]) for one in examples], True, 0, side)
     return batch | {"label": torch.tensor([one["label"] for one in examples])}
 
 

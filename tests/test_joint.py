@@ -198,12 +198,6 @@ BY_LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BY_LAYERS)
-def test_rows_share_a_pass_by_layers(name):
-    make, draw, loss, rtol = BY_LAYERS[name]
-    assert compared(make(), draw(), loss, rtol) == ("_by_layers", None)
-
-
 class Around(nn.Module):
     """Uses a layer in some way, and a parameter of its own."""
 
@@ -258,10 +252,11 @@ BY_VMAP = {
 }
 
 
-@pytest.mark.parametrize("name", BY_VMAP)
-def test_rows_share_a_pass_by_vmap(name):
-    make, draw, loss = BY_VMAP[name]
-    assert compared(make(), draw(), loss, 1e-10) == ("_by_vmap", None)
+@pytest.mark.parametrize("name", BY_LAYERS | BY_VMAP)
+def test_rows_share_a_pass(name):
+    make, draw, loss, *rtol = (BY_LAYERS | BY_VMAP)[name]
+    way = "_by_layers" if name in BY_LAYERS else "_by_vmap"
+    assert compared(make(), draw(), loss, *(rtol or [1e-10])) == (way, None)
 
 
 def looked_at(model, batch):

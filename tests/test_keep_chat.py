@@ -50,13 +50,16 @@ def finished(folder, tmp_path_factory):
     return out, options
 
 
-def records(out):
-    found = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
-    return {one["key"]: one for one in found if "key" in one}
+def written(out):
+    return (out / "runs.jsonl").read_text().splitlines(keepends=True)
+
+
+def records(lines):
+    return {one["key"]: one for one in map(json.loads, lines) if "key" in one}
 
 
 def test_every_run_is_recorded(finished):
-    found = records(finished[0])
+    found = records(written(finished[0]))
     assert len(found) == 2 * len(program.METHODS["tiny"].split())
     for one in found.values():
         assert (one["kind"] == "before") == (one["held_out"] < 1e-6)
@@ -84,17 +87,12 @@ def test_committed_tables_follow_from_committed_runs(folder):
 
 def test_continues_where_it_stopped(finished, monkeypatch):
     out, options = finished
-    lines = (out / "runs.jsonl").read_text().splitlines(keepends=True)
-    (out / "runs.jsonl").write_text("".join(lines[:-2]) + lines[-2][:20])  # stopped while it wrote
-    before = records_of(lines[:-2])
+    *done, last, _ = written(out)
+    (out / "runs.jsonl").write_text("".join(done) + last[:20])  # stopped while it wrote
     assert program.main([*options, "--jobs", "1"]) == 0
-    again = records(out)
+    again = records(written(out))
     assert len(again) == 2 * len(program.METHODS["tiny"].split())
-    assert all(again[key] == one for key, one in before.items())
-
-
-def records_of(lines):
-    return {one["key"]: one for one in map(json.loads, lines) if "key" in one}
+    assert all(again[key] == one for key, one in records(done).items())
 
 
 OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05"
@@ -111,7 +109,7 @@ def test_other_methods_and_abilities(finished, tmp_path):
     (tmp_path / "abilities.jsonl").write_text(json.dumps(question) + "\n")
     more = ["--abilities", str(tmp_path / "abilities.jsonl"), "--out", str(tmp_path), "--skills", "news"]
     assert program.main([*options, "--jobs", "1", *more, "--methods", OTHERS]) == 0
-    found = records(tmp_path).values()
+    found = records(written(tmp_path)).values()
     kinds = {word.partition(":")[0].partition("@")[0] for word in OTHERS.split()}
     assert {one["kind"] for one in found} == kinds
     assert {one["rate"] for one in found} == {1e-3, 5e-4}

@@ -205,20 +205,15 @@ def test_optimizers_with_backward_passes_of_their_own_have_rows_of_their_own(cas
 # --- parameters that change -----------------------------------------------------------------------
 
 
-def replace_head(model, optimizer):
-    torch.manual_seed(3)
-    model[2] = nn.Linear(8, 3).double()
-
-
-def add_head(model, optimizer):
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-
-
 CHANGES = {
     "freeze": (lambda model, _: model[0].weight.requires_grad_(False), None, None),
     "unfreeze": (lambda model, _: model[2].bias.requires_grad_(True), None, None),
     "narrow": (lambda model, _: model.float(), None, None),
-    "replace the head": (replace_head, r"lacks 2 of the 3 trainable.*'2.weight'.*add_param_group", add_head),
+    "replace the head": (
+        lambda model, _: model.register_module("2", nn.Linear(8, 3).double()),
+        r"lacks 2 of the 3 trainable.*'2.weight'.*add_param_group",
+        lambda model, optimizer: optimizer.add_param_group({"params": list(model[2].parameters())}),
+    ),
     "a parameter of no model": (
         lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
         "moves 1 parameters that are not the model's",

@@ -17,18 +17,13 @@ from gemproj import project  # noqa: E402
 from gemproj.torch import rows  # noqa: E402
 
 
-def three_losses(seed=0):
-    """Return the losses of a physics-informed network with a learnable coefficient, and all parameters."""
-    torch.manual_seed(seed)
+def test_rows_of_losses_of_one_forward_pass():
+    """Of a physics-informed network with a learnable coefficient."""
+    torch.manual_seed(0)
     net, nu = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)), nn.Parameter(torch.tensor(0.3))
-    x = torch.randn(7, 2)
+    x, parameters = torch.randn(7, 2), [*net.parameters(), nu]
     u = net(x)
     losses = [(nu * u - x[:, :1]).square().mean(), u.square().mean(), (nu - 1.0) ** 2]
-    return losses, [*net.parameters(), nu]
-
-
-def test_rows_of_losses_of_one_forward_pass():
-    losses, parameters = three_losses()
     blocks, matrix = rows(losses, parameters), rows(iter(losses), parameters, flat=True)
     assert [block.shape for block in blocks] == [(3, *p.shape) for p in parameters]
     torch.testing.assert_close(torch.cat([block.reshape(3, -1) for block in blocks], 1), matrix)

@@ -91,14 +91,11 @@ def test_a_step_that_the_scaler_skips_is_not_in_the_logs(skipped, optim, tmp_pat
     assert [norm == norm for norm in norms] == [step != skipped for step in range(3)]
 
 
-class Failing(TrainerCallback):
-    """Breaks off within a step."""
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        raise ConnectionError
-
-
 def test_the_trainer_does_not_clip_and_loses_no_option(tmp_path):
+    class Failing(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            raise ConnectionError
+
     driver = Transformers(tmp_path)
     watching = Watching(driver.keeper)
     driver.keep(batches(0))
