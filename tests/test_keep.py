@@ -104,14 +104,6 @@ def scaled(factor, model, batch):
     return factor * EACH(model, batch)
 
 
-def closure(factor):
-    return lambda model, batch: scaled(factor, model, batch)
-
-
-def default(factor):
-    return lambda model, batch, factor=factor: scaled(factor, model, batch)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -120,8 +112,8 @@ def default(factor):
         lambda k: partial(scaled, k),
         lambda k: partial(scaled, factor=torch.full((2,), k)),
         lambda k: Scaled([1.0, k]),
-        closure,
-        default,
+        lambda k: lambda model, batch: scaled(k, model, batch),
+        lambda k: lambda model, batch, k=k: scaled(k, model, batch),
     ],
 )
 def test_losses_are_equal_if_they_were_made_alike(make):
