@@ -1,6 +1,8 @@
 """What is collected depends on the extras that are installed."""
 
+import re
 from importlib.util import find_spec
+from pathlib import Path
 
 # Scripts and modules that a test calls.
 collect_ignore_glob = [
@@ -11,7 +13,9 @@ collect_ignore_glob = [
 ]
 if not find_spec("torch"):
     collect_ignore_glob += ["gemproj/torch/*", "gemproj/integrations/*", "gemproj/_autograd.py", "examples/*"]
-    collect_ignore_glob += ["tests/frameworks.py", "tests/models.py"]
+    needs = re.compile(r"(?m)^(import torch|from (examples|(tests\.)?(models|frameworks))\b)")
+    tests = Path(__file__).with_name("tests").glob("*.py")
+    collect_ignore_glob += [f"tests/{path.name}" for path in tests if needs.search(path.read_text("utf-8"))]
 if not find_spec("numba"):
     collect_ignore_glob.append("gemproj/backends/numba/*")
 if not (find_spec("torch") and find_spec("triton")):

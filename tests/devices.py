@@ -4,11 +4,9 @@ import sys
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
 
-import pytest
+import torch
 
 from gemproj._arrays import on_host
-
-torch = pytest.importorskip("torch")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,17 +7,16 @@ import contextlib
 
 import pytest
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState, PartialState  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
-from frameworks import Accelerate, Net, batches  # noqa: E402
-from models import sgd  # noqa: E402
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from frameworks import Accelerate, Net, batches
+from models import sgd
 
-import gemproj.torch  # noqa: E402
-from gemproj.integrations.accelerate import Keeper  # noqa: E402
-from gemproj.torch import Promise  # noqa: E402
+import gemproj.torch
+from gemproj.integrations.accelerate import Keeper
+from gemproj.torch import Promise
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

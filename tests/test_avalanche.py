@@ -6,10 +6,8 @@ What holds in every framework is in test_frameworks.py.
 import pickle
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from frameworks import Avalanche, batches, import_avalanche  # noqa: E402
+import torch
+from frameworks import Avalanche, batches, import_avalanche
 
 import_avalanche()
 

@@ -5,12 +5,12 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from numpy.lib.stride_tricks import as_strided
 from problems import assert_close
 
 from gemproj import FISTA, GEM2017, OSQP, PGD, Quadprog, combine, gram, project, solve_dual, solve_gram
 
-torch = pytest.importorskip("torch")
 G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
 OTHER, READ_ONLY = np.empty(5), np.empty(5)

@@ -9,8 +9,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
 import torch
 from devices import DEVICE, make_device
 

@@ -1,8 +1,8 @@
 """The collators of transformers, data sets of Hugging Face and loaders of its Trainer, as they come."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gemproj import PGD, project
+from gemproj.torch import Keeper
 
-torch = pytest.importorskip("torch")
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-
-Keeper = pytest.importorskip("gemproj.torch").Keeper
 BACKEND = "aot_eager"  # not inductor, which needs a C++ compiler: what matters is the graph that reaches it
 
 

@@ -4,21 +4,19 @@ import itertools
 from collections import UserDict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from models import EACH, SAID, begin, language_model, perceptron, take, task
+from models import loss as mean_loss
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-torch = pytest.importorskip("torch")
-np = pytest.importorskip("numpy")
-
-from models import EACH, SAID, begin, language_model, perceptron, take, task  # noqa: E402
-from models import loss as mean_loss  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.nn.utils.rnn import pad_sequence  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate  # noqa: E402
-
-from gemproj.torch import PerExample, Promise  # noqa: E402
-from gemproj.torch import data as reading  # noqa: E402
-from gemproj.torch.losses import CrossEntropy, Distillation, model_logits  # noqa: E402
+from gemproj.torch import PerExample, Promise
+from gemproj.torch import data as reading
+from gemproj.torch.losses import CrossEntropy, Distillation, model_logits
 
 LENGTHS = [3, 7, 1, 5, 4, 6]
 CLASSES = 5

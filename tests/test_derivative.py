@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from devices import DEVICE
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-torch = pytest.importorskip("torch")
-from devices import DEVICE  # noqa: E402
-from torch.autograd import forward_ad, gradcheck, gradgradcheck  # noqa: E402
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap  # noqa: E402
-
-import gemproj  # noqa: E402
-from gemproj import PGD, combine, gram, project, solve_dual, solve_gram  # noqa: E402
+import gemproj
+from gemproj import PGD, combine, gram, project, solve_dual, solve_gram
 
 jacobian, on_devices = torch.autograd.functional.jacobian, pytest.mark.parametrize("device", {"cpu", DEVICE})
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)

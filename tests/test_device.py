@@ -10,22 +10,21 @@ from unittest.mock import patch
 import numpy as np
 import problems
 import pytest
+import torch
 from devices import DEVICE, draw, make_device
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj import FISTA, PGD, combine, gram, project, solve_dual, solve_gram
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-tree = pytest.importorskip("torch.utils._pytree")
-tree_map, tree_leaves = tree.tree_map, tree.tree_leaves
-dispatch = pytest.importorskip("torch.utils._python_dispatch")
 
 ROOT = Path(__file__).resolve().parents[1]
 # Operations whose result, or shape, the CPU would have to wait for.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
 
-class NoWaiting(dispatch.TorchDispatchMode):
+class NoWaiting(TorchDispatchMode):
     """Raise where the CPU waits for the device, and count the operations that are not views."""
 
     def __init__(self):

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("torch")
 if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
     pytest.skip("torch without fully_shard", allow_module_level=True)
 

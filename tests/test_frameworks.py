@@ -5,10 +5,8 @@ import importlib
 import sys
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from frameworks import (  # noqa: E402
+import torch
+from frameworks import (
     ALL,
     CLIP,
     Accelerate,
@@ -22,12 +20,12 @@ from frameworks import (  # noqa: E402
     adamw,
     batches,
 )
-from models import EACH, adapted, assert_same_weights, flat, logits, perceptron  # noqa: E402
-from models import loss as mean_loss  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from models import EACH, adapted, assert_same_weights, flat, logits, perceptron
+from models import loss as mean_loss
+from torch.utils._pytree import tree_leaves
 
-from gemproj.torch import Promise  # noqa: E402
-from gemproj.torch.losses import Distillation, model_loss  # noqa: E402
+from gemproj.torch import Promise
+from gemproj.torch.losses import Distillation, model_loss
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

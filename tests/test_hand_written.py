@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pages import blocks
@@ -11,7 +12,6 @@ from problems import arbitrary
 
 from gemproj import GEM2017, project
 
-torch = pytest.importorskip("torch")
 quadprog = pytest.importorskip("quadprog")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 

@@ -3,22 +3,20 @@
 from functools import partial
 
 import pytest
+import torch
+from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, take, task
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
-torch = pytest.importorskip("torch")
-
-from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, take, task  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch.utils.data import default_collate  # noqa: E402
-
-from gemproj.torch import Promise  # noqa: E402
-from gemproj.torch.data import divided  # noqa: E402
-from gemproj.torch.joint import SharedPasses  # noqa: E402
-from gemproj.torch.losses import CrossEntropy  # noqa: E402
-from gemproj.torch.memory import Draw, KeptSet  # noqa: E402
-from gemproj.torch.rows import Rows  # noqa: E402
-from gemproj.torch.vector import ParameterVector  # noqa: E402
+from gemproj.torch import Promise
+from gemproj.torch.data import divided
+from gemproj.torch.joint import SharedPasses
+from gemproj.torch.losses import CrossEntropy
+from gemproj.torch.memory import Draw, KeptSet
+from gemproj.torch.rows import Rows
+from gemproj.torch.vector import ParameterVector
 
 
 @pytest.fixture(autouse=True)

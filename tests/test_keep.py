@@ -9,10 +9,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from models import (  # noqa: E402
+import torch
+from models import (
     EACH,
     SAID,
     begin,
@@ -27,13 +25,13 @@ from models import (  # noqa: E402
     through_a_file,
     unlearn,
 )
-from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset  # noqa: E402
+from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from gemproj.torch import Keeper, Promise  # noqa: E402
-from gemproj.torch.keeper import alike  # noqa: E402
-from gemproj.torch.losses import CrossEntropy, Distillation, model_loss  # noqa: E402
+from gemproj.torch import Keeper, Promise
+from gemproj.torch.keeper import alike
+from gemproj.torch.losses import CrossEntropy, Distillation, model_loss
 
 
 def held(keeper):

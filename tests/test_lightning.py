@@ -8,19 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("lightning", reason="needs the extra lightning")
 
-import lightning.pytorch as pl  # noqa: E402
-from frameworks import WINDOW, Lightning, LightningByHand, Net, batches  # noqa: E402
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
-from models import EACH, SAID, assert_same_weights, loss, perceptron, sgd  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
+import lightning.pytorch as pl
+from frameworks import WINDOW, Lightning, LightningByHand, Net, batches
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from models import EACH, SAID, assert_same_weights, loss, perceptron, sgd
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
-from gemproj.torch import Keeper, Promise  # noqa: E402
+from gemproj.torch import Keeper, Promise
 
 HELD = Promise(SAID, tolerance=0.0)
 

@@ -6,17 +6,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from models import EACH, SAID, begin, flat, loss, perceptron, rival, sgd, take, task, through_a_file
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from models import EACH, SAID, begin, flat, loss, perceptron, rival, sgd, take, task, through_a_file  # noqa: E402
-from torch import nn  # noqa: E402
-
-from gemproj.torch import Keeper, Promise  # noqa: E402
-from gemproj.torch.forecast import Forecast  # noqa: E402
-from gemproj.torch.losses import Distillation  # noqa: E402
-from gemproj.torch.memory import Draw  # noqa: E402
-from gemproj.torch.rows import Rows  # noqa: E402
+from gemproj.torch import Keeper, Promise
+from gemproj.torch.forecast import Forecast
+from gemproj.torch.losses import Distillation
+from gemproj.torch.memory import Draw
+from gemproj.torch.rows import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:A tolerance of 100 nats")  # far from any loss
 MOST, PRESSED = 64, 8  # steps between two looks, and if a loss may pass its bound

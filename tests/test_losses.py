@@ -4,13 +4,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402
-
-from gemproj.torch.chosen import chosen, drawn  # noqa: E402
-from gemproj.torch.losses import CrossEntropy, Distillation, model_logits  # noqa: E402
+from gemproj.torch.chosen import chosen, drawn
+from gemproj.torch.losses import CrossEntropy, Distillation, model_logits
 
 
 def given(values, batch):

@@ -2,20 +2,18 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import EACH, begin, perceptron, take, task, through_a_file
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, default_collate
 
-torch = pytest.importorskip("torch")
-np = pytest.importorskip("numpy")
-
-from models import EACH, begin, perceptron, take, task, through_a_file  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.data import DataLoader, default_collate  # noqa: E402
-
-from gemproj.torch import Promise  # noqa: E402
-from gemproj.torch.data import owned  # noqa: E402
-from gemproj.torch.memory import KeptSet  # noqa: E402
+from gemproj.torch import Promise
+from gemproj.torch.data import owned
+from gemproj.torch.memory import KeptSet
 
 
 def set_of(examples, n=None):

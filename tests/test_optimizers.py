@@ -7,10 +7,8 @@ import weakref
 from functools import partial
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from models import (  # noqa: E402
+import torch
+from models import (
     EACH,
     begin,
     cosines,
@@ -25,9 +23,9 @@ from models import (  # noqa: E402
     sgd,
     task,
 )
-from torch import nn  # noqa: E402
+from torch import nn
 
-from gemproj.torch import detach  # noqa: E402
+from gemproj.torch import detach
 
 BOTH = [task(0), task(1)]
 

@@ -6,14 +6,12 @@ from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 
+import models
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import models  # noqa: E402
-from devices import cpu_as_device  # noqa: E402
-from models import (  # noqa: E402
+import torch
+from devices import cpu_as_device
+from models import (
     BOTH,
     EACH,
     SAID,
@@ -33,14 +31,14 @@ from models import (  # noqa: E402
     through_a_file,
     unlearn,
 )
-from torch.utils.data import default_collate  # noqa: E402
+from torch.utils.data import default_collate
 
-from gemproj import project, solve_dual  # noqa: E402
-from gemproj._tspace import Gram  # noqa: E402
-from gemproj.torch import Keeper, Promise  # noqa: E402
-from gemproj.torch.losses import Distillation  # noqa: E402
-from gemproj.torch.promise import as_promise  # noqa: E402
-from gemproj.torch.step import Terms  # noqa: E402
+from gemproj import project, solve_dual
+from gemproj._tspace import Gram
+from gemproj.torch import Keeper, Promise
+from gemproj.torch.losses import Distillation
+from gemproj.torch.promise import as_promise
+from gemproj.torch.step import Terms
 
 
 @cache

@@ -3,14 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from models import EACH, SAID, begin, logits, loss, perceptron, sgd, task
 
-torch = pytest.importorskip("torch")
-
-from models import EACH, SAID, begin, logits, loss, perceptron, sgd, task  # noqa: E402
-
-from gemproj import project  # noqa: E402
-from gemproj.torch import Keeper, Promise, rows  # noqa: E402
-from gemproj.torch.losses import CrossEntropy, Distillation, model_loss  # noqa: E402
+from gemproj import project
+from gemproj.torch import Keeper, Promise, rows
+from gemproj.torch.losses import CrossEntropy, Distillation, model_loss
 
 TABLE = torch.nn.Embedding(5, 3, sparse=True)
 LOSS = torch.ones((), requires_grad=True)

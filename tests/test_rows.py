@@ -4,17 +4,15 @@ import copy
 import sys
 
 import pytest
+import torch
+from models import EACH, begin, flat, loss, rival, sgd, take, task
+from models import rows as expected_rows
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-from models import EACH, begin, flat, loss, rival, sgd, take, task  # noqa: E402
-from models import rows as expected_rows  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from gemproj import project  # noqa: E402
-from gemproj.torch import rows  # noqa: E402
+from gemproj import project
+from gemproj.torch import rows
 
 
 def test_rows_of_losses_of_one_forward_pass():

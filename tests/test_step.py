@@ -4,10 +4,8 @@ import copy
 from functools import partial
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from models import (  # noqa: E402
+import torch
+from models import (
     EACH,
     Quantised,
     begin,
@@ -23,10 +21,10 @@ from models import (  # noqa: E402
     take,
     task,
 )
-from torch import nn  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from gemproj import PGD, project  # noqa: E402
+from gemproj import PGD, project
 
 ways = pytest.mark.parametrize("on", ["gradient", "step", "both"])
 steps = pytest.mark.parametrize("on", ["step", "both"])

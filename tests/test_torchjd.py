@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import arbitrary
 
 from gemproj import project
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("torchjd", reason="needs the extra torchjd")
 report = pytest.importorskip("asv_benchmarks.reports.torchjd")
 

@@ -9,15 +9,15 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from frameworks import CLIP, QUIET, BreakingOff, Transformers, batches  # noqa: E402
-from models import adapted, flat, language_model, sgd, tokenizer  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-from transformers import (  # noqa: E402
+from frameworks import CLIP, QUIET, BreakingOff, Transformers, batches
+from models import adapted, flat, language_model, sgd, tokenizer
+from torch.utils.data import DataLoader
+from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
@@ -25,12 +25,12 @@ from transformers import (  # noqa: E402
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_utils import default_compute_objective  # noqa: E402
+from transformers.trainer_utils import default_compute_objective
 
-from gemproj.integrations.texts import TEXT, Examples  # noqa: E402
-from gemproj.integrations.transformers import KeeperCallback, _place  # noqa: E402
-from gemproj.torch import Keeper, Promise  # noqa: E402
-from gemproj.torch.losses import Distillation  # noqa: E402
+from gemproj.integrations.texts import TEXT, Examples
+from gemproj.integrations.transformers import KeeperCallback, _place
+from gemproj.torch import Keeper, Promise
+from gemproj.torch.losses import Distillation
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("triton")
 import torch
 from devices import DEVICE, draw, make_device

@@ -1,19 +1,19 @@
 """TRL: the supervised fine-tuning of its documentation in one added argument, and preferences and rewards."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
-from datasets import Dataset  # noqa: E402
-from frameworks import QUIET  # noqa: E402
-from models import flat, language_model, tokenizer  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-from trl import SFTConfig, SFTTrainer  # noqa: E402
+from datasets import Dataset
+from frameworks import QUIET
+from models import flat, language_model, tokenizer
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
 
-from gemproj.integrations.transformers import KeeperCallback  # noqa: E402
-from gemproj.torch import Promise  # noqa: E402
-from gemproj.torch.losses import Distillation, model_loss  # noqa: E402
+from gemproj.integrations.transformers import KeeperCallback
+from gemproj.torch import Promise
+from gemproj.torch.losses import Distillation, model_loss
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "on", "mat", "road", "and", "then", "up", "down", "red", "blue"]
 TOKENIZER = tokenizer(WORDS)
