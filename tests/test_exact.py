@@ -26,6 +26,7 @@ def test_known_projection_is_found(xp, problem):
     assert relative(x - problem.x, problem.g) < 1e-9
     assert kkt(problem.G, problem.g, 0.0, 0.0, np.inf, xp.numpy(sol.multipliers)) < 1e-12
     assert float(sol.kkt_residual()) < 1e-12
+    assert np.all(xp.numpy(sol.multipliers) >= 0)
     assert not np.any(xp.numpy(sol.multipliers)[~problem.G.any(axis=1)])
     # Rows that were made orthogonal to x may be dependent to rounding, but not exactly.
     assert int(sol.status) in (Status.OPTIMAL, Status.UNRESOLVED)
