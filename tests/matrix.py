@@ -58,7 +58,9 @@ def cells() -> dict[str, Cell]:
     # torchvision chooses its torch, and the package brings a package `tests`, which hides ours. Its own GEM, with
     # which the tests compare, needs a solver.
     packages = (*tests, "quadprog")
-    avalanche = Cell("3.11", "avalanche", packages, ("avalanche",), ("tests/test_avalanche.py", "tests/test_frameworks.py"))
+    avalanche = Cell(
+        "3.11", "avalanche", packages, ("avalanche",), ("tests/test_avalanche.py", "tests/test_frameworks.py")
+    )
     found["extra-avalanche"] = avalanche
     for version in ("3.12", "3.13", "3.14"):
         smoke, numerical = ("torch", "fast"), tuple(NUMERICAL)
