@@ -78,11 +78,13 @@ def test_tables_and_figures(finished):
         assert (out / name).stat().st_size > 1000
 
 
-@pytest.mark.parametrize("folder", [".", "again", "many"])
-def test_committed_tables_follow_from_committed_runs(folder):
-    place = Path(__file__).parents[1] / "docs/results/keep-chat" / folder
-    found = list(report.Results(place / "runs.jsonl").records.values())
-    assert report.page(found) + "\n" == (place / "keep-chat.md").read_text()
+RUNS = (Path(__file__).parents[1] / "docs/results/keep-chat").rglob("runs.jsonl")
+
+
+@pytest.mark.parametrize("runs", sorted(RUNS), ids=lambda runs: runs.parent.name)
+def test_committed_tables_follow_from_committed_runs(runs):
+    found = list(report.Results(runs).records.values())
+    assert report.page(found) + "\n" == runs.with_name("keep-chat.md").read_text()
 
 
 def test_continues_where_it_stopped(finished, monkeypatch):
