@@ -39,16 +39,15 @@ class Rows(NamedTuple):
     def of(cls, problem: qpsolvers.Problem) -> "Rows":
         """Stack A, -G and the finite bounds; a variable with equal bounds has one row, an equality."""
         _, q, G, h, A, b, lb, ub = problem.unpack_as_dense()
-        parts: list[tuple[Any, Any, Any]] = []
-        if A is not None:
-            parts.append((A, b, np.ones(len(b), dtype=bool)))
-        if G is not None:
-            parts.append((-G, -h, np.zeros(len(h), dtype=bool)))
-        lb, ub = (np.full(len(q), v) if a is None else a for a, v in ((lb, -np.inf), (ub, np.inf)))
-        lower, upper = np.flatnonzero(lb > -np.inf), np.flatnonzero((ub < np.inf) & (lb != ub))
-        one = np.eye(len(q))
-        parts.append((one[lower], lb[lower], lb[lower] == ub[lower]))
-        parts.append((-one[upper], -ub[upper], np.zeros(len(upper), dtype=bool)))
+        parts = [(np.zeros((0, len(q))), np.zeros(0), np.zeros(0, dtype=bool))]
+        given, lower, upper = ((A, b, 1.0), (G, h, -1.0)), np.zeros(0, dtype=int), np.zeros(0, dtype=int)
+        parts += [(sign * a, sign * c, np.full(len(c), sign > 0)) for a, c, sign in given if a is not None]
+        if lb is not None or ub is not None:
+            lb, ub = (np.full(len(q), v) if a is None else a for a, v in ((lb, -np.inf), (ub, np.inf)))
+            lower, upper = np.flatnonzero(lb > -np.inf), np.flatnonzero((ub < np.inf) & (lb != ub))
+            one = np.eye(len(q))
+            parts.append((one[lower], lb[lower], lb[lower] == ub[lower]))
+            parts.append((-one[upper], -ub[upper], np.zeros(len(upper), dtype=bool)))
         C, c, equal = map(np.concatenate, zip(*parts, strict=True))
         C[c == -np.inf], c[c == -np.inf] = 0.0, 0.0  # rows that bound nothing
         return cls(C, c, equal, lower, upper)
