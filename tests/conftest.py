@@ -163,7 +163,6 @@ def any_size_in_threads(monkeypatch):
 @pytest.fixture
 def fresh_state():
     """Forget what Accelerate keeps for a process, before and after; yield a function that does it in between."""
-    pytest.importorskip("accelerate")
     from frameworks import forget_accelerate
 
     forget_accelerate()

@@ -6,6 +6,7 @@ framework takes part in `test_frameworks.py`; what only it has gets a file of it
 
 import importlib
 import math
+import sys
 from contextlib import nullcontext
 from inspect import signature
 
@@ -66,11 +67,12 @@ ALL = Promise(examples=None)
 
 
 def forget_accelerate():
-    """Forget what Accelerate keeps for a process."""
-    from accelerate.state import AcceleratorState, GradientState
+    """Forget what Accelerate keeps for a process, if it is used there."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 class Driver:
