@@ -330,7 +330,7 @@ def one_process_may_save_between_models():
         for step in range(24):
             take(model, optimizer, share(task(5, 16)))
             if step >= 22:
-                looked.append(keeper.rows.ages in ([0, 0], [1, 1]))
+                looked.append(keeper.rows.ages == [step - 22] * 2)
             if step == 21 and saves and dist.get_rank() == 0:
                 keeper.state_dict()
         same_everywhere(keeper._forecast.known)

@@ -90,7 +90,7 @@ class Forecast:
         later = excess - torch.where(products < 0.0, longer, 1.0) * products + curvature * square * longer**2
         far = way * (1.0 + ahead / steps)
         safe = later + unsure(later, far) <= tolerance  # False for NaN
-        flags = (far > most) | (steps + ahead > torch.where(safe, _MOST_STEPS, _MOST_PRESSED)) | whole
+        flags = (far > most) | (steps + ahead > torch.where(safe, _MOST_STEPS, _MOST_PRESSED))
         flags = flags | tolerance.isnan()
         if terms.weight is not None:  # then the row is a part of every step
             flags = flags | (torch.as_tensor(terms.weight) > 0.0)
