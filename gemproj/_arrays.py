@@ -165,10 +165,7 @@ def empty_as(a: Array) -> Array:
 def note_written(arrays: Sequence[Array]) -> None:
     """Increment the version counters of tensors written outside of autograd, so that autograd notices."""
     if is_torch(arrays[0]):
-        note = sys.modules["torch"].autograd.graph.increment_version
-        for a in arrays:
-            if not a.is_inference():
-                note(a)
+        sys.modules["torch"].autograd.graph.increment_version(arrays)
 
 
 def to_numpy(a: Array) -> np.ndarray:

@@ -33,8 +33,8 @@ from gemproj._arrays import (
 from gemproj._checks import check_array
 from gemproj._warn import warn
 
-_KINDS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("dtype"))
-_SHAPE, _SIZE = attrgetter("shape"), attrgetter("size")
+_SHAPE, _SIZE, _DTYPE = attrgetter("shape"), attrgetter("size"), attrgetter("dtype")
+_KINDS: tuple[Callable[[Any], Any], ...] = (type, _DTYPE)
 
 
 @dataclass(eq=False)
@@ -238,6 +238,8 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
     if len({id(o) for o in blocks}) < len(blocks):
         raise ValueError("out has one array for several blocks; pass one array per block.")
     writes = problem.is_torch and problem.xp.is_grad_enabled()
+    if _plain(blocks, problem, writes):  # the usual case, because models have hundreds of blocks
+        return detached(blocks)
     for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
         wrong = ""
         if o.shape != g.shape or o.dtype != g.dtype:
@@ -258,6 +260,19 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
         if wrong:
             raise ValueError(f"{_at('out', problem.keys, k)} {wrong}.")
     return detached(blocks)
+
+
+def _plain(out: list[Array], problem: Problem, writes: bool) -> bool:
+    """Return whether all arrays can be written, like g, and are in row-major order; False if unknown."""
+    for kind in () if all(map(is_, out, problem.vector)) else (_SHAPE, _DTYPE):
+        if list(map(kind, out)) != list(map(kind, problem.vector)):
+            return False
+    if not problem.is_torch:
+        return all(type(o) is np.ndarray and o.flags.carray for o in out)
+    Tensor, devices = problem.xp.Tensor, {*map(attrgetter("device"), out)}
+    if devices != {problem.device} or any(map(Tensor.is_inference, out)):
+        return False
+    return all(map(Tensor.is_contiguous, out)) and not (writes and any(map(attrgetter("requires_grad"), out)))
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, list[Array]] | None = None) -> tuple[list[Array], Any]:

@@ -1,5 +1,7 @@
 """What each process checks of errors: what is wrong on one process stops all of them, and leaves no rows."""
 
+import logging
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -62,6 +64,34 @@ def a_set_that_one_process_cannot_keep_stops_every_process():
         assert len(keeper.rows) == 1
         keeper.keep([(x[: 1 + odd], y[: 1 + odd])], Promise(loss), name=1)  # one example has one number
         assert keeper.sets[1].batches
+
+
+@check(2)
+def a_call_that_one_process_alone_makes_says_that_it_waits():
+    first, pair, said = dist.get_rank() == 0, dist.new_group(), []
+
+    class Told(logging.Handler):
+        """Let the other process make the call, too."""
+
+        def emit(self, record):
+            said.append(record.getMessage())
+            dist.send(torch.ones(1), 1, group=pair)
+
+    told, (x, y) = Told(), task(0, 3)
+    logging.getLogger("gemproj").addHandler(told)
+    try:
+        with patch("gemproj.torch.processes.PATIENCE", 0.01 if first else 30.0):
+            _, _, keeper = start(EACH, "replicas", tolerance=0.0)
+            for call in (partial(keeper.keep, [(x, y)]), keeper.report):
+                if not first:
+                    dist.recv(torch.ones(1), 0, group=pair)
+                call()
+                dist.barrier()
+    finally:
+        logging.getLogger("gemproj").removeHandler(told)
+    if first:
+        assert [text.split()[0] for text in said] == ["keep()", "report()"]
+        assert "all of them must call it" in said[0]
 
 
 @check(2)

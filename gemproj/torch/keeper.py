@@ -141,7 +141,7 @@ class KeeperBase:
             names the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
         vector = None if self._training is None else self._training.vector()
-        with nullcontext() if vector is None else vector.topology.agreement({}):
+        with nullcontext() if vector is None else vector.topology.meeting("keep()"):
             known, chosen = self._checked(promise, name, limit, hold_out)
         if vector is None or self._training is None:
             if not self._waits:
@@ -194,7 +194,7 @@ class KeeperBase:
 
         Each promise is judged by its held-out examples or, if it has none, by all of its examples. They are
         evaluated now, as they were when they were kept, in forward passes; on several processes, all of them
-        must call it.
+        must call it, which it says after 30 seconds of waiting.
         """
         return make_report(self.history, self.sets, self._scored(everything=True))
 
@@ -215,6 +215,8 @@ class KeeperBase:
         frozen = not any(p.requires_grad for p in inner.parameters())
         vector = self._training.rows.vector if frozen else self._training.vector()
         found = {}
+        with vector.topology.meeting("report()"):
+            pass
         with torch.inference_mode(False):
             for name, kept in judged.items():
                 model, loss = _evaluated(inner, kept.promise), self._wrapped(kept.promise.loss)

@@ -7,8 +7,10 @@ data, and combines its own columns.
 
 from __future__ import annotations
 
+import logging
 import math
 import reprlib
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +22,9 @@ from torch import Tensor
 
 from gemproj._arrays import on_host, wide_dtype
 from gemproj._tspace import Gram, Measured
+
+# Seconds after which a process that waits for the others says so.
+PATIENCE = 30.0
 
 
 class Processes:
@@ -58,6 +63,20 @@ class Processes:
             self._compare(facts, failed=True)
             raise
         self._compare(facts)
+
+    @contextmanager
+    def meeting(self, call: str) -> Iterator[None]:
+        """Raise on all processes if the block fails on one, and say so if others do not make this call."""
+        said = f"{call} waits for the other processes of the training: all of them must call it."
+        timer = threading.Timer(PATIENCE, logging.getLogger("gemproj").warning, [said])
+        timer.daemon = True
+        if self.group is not None:
+            timer.start()
+        try:
+            with self.agreement({}):
+                yield
+        finally:
+            timer.cancel()
 
     def passes(self) -> AbstractContextManager[None]:
         """Raise on all processes if a pass in the block fails on one, unless passes are collective."""

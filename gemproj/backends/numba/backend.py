@@ -51,7 +51,7 @@ def bind(problem: Problem) -> Numba | None:
         return None
     if problem.batch and (len(problem.rows) > 1 or (problem.shared and not math.prod(problem.batch))):
         return None  # many gradients in blocks, or none
-    if problem.is_torch and any(a.is_neg() for a in arrays):
+    if problem.is_torch and any(map(problem.xp.Tensor.is_neg, arrays)):
         return None
     backend = Numba(problem, likes[0])
     return backend if len(backend.table) else None
@@ -168,9 +168,8 @@ class Numba:
         lams = np.array(lam, np.float64).reshape((m, problem.t))
         made = [a if is_contiguous(a) else empty_as(a) for a in x]
         places = addresses(made)
-        if problem.is_torch and any(
-            a.is_neg() or (n and not at) for a, n, at in zip(x, problem.sizes, places, strict=True)
-        ):
+        unreadable = any(n and not at for n, at in zip(problem.sizes, places, strict=True))
+        if problem.is_torch and (unreadable or any(map(problem.xp.Tensor.is_neg, x))):
             portable.combine(problem, lam, x)
             return
         if self.parts:
