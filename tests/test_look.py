@@ -281,6 +281,31 @@ def test_after_a_look_that_failed_the_next_step_looks_at_all_sets():
     assert len(training.keeper.rows) == 2
 
 
+@pytest.mark.parametrize("look", [4, "auto"])
+def test_after_rows_that_are_not_finite_the_next_step_looks(look):
+    training, refused = Training(look, sets={0: Promise(EACH, tolerance=0.01)}), 0
+    training.run(10)
+    of, training.losses[0].loss = training.losses[0].loss, lambda *args: EACH(*args) * torch.inf
+    for _ in range(30):
+        try:
+            training.run(1)
+        except ValueError:
+            refused, training.losses[0].loss = refused + 1, of
+    assert refused == 1
+    assert training.looks()[-1] > training.clock[0] - 10
+    assert training.keeper._forecast.known.isfinite().all()
+
+
+def test_auto_may_be_chosen_in_the_middle_of_a_training():
+    promise, worst = Promise(SAID, examples=None, tolerance=0.05), {}
+    for look in (1, "auto"):
+        training = Training(1, sets={0: promise})
+        training.run(5)
+        training.keeper.look = look
+        worst[look] = worst_excess(training, 100)
+    assert_held(worst)
+
+
 def test_a_refused_step_after_a_change_of_sets_leaves_the_next_one_to_look_at_all_sets():
     training = Training(sets={k: Promise(SAID, tolerance=1e-6) for k in range(2)})  # pressed in every step
     training.run(5)
@@ -486,6 +511,28 @@ def test_what_is_known_of_a_row_stays_when_other_sets_come():
     new, old = forecast.known.T.tolist()
     assert new == pytest.approx([0.1, 0, 0, 0, 0, 0, 0])
     assert old == pytest.approx([0.6, 0.4, 3.0, 0, 0, 0, 0.2])  # with its radius
+
+
+def test_on_a_device_a_look_is_asked_for_once(monkeypatch):
+    """There flags come a step late, when the look that they ask for may have been taken."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    forecast, rows, _ = begun(0.5, most=0.0)  # a look is due in every step
+    rows.vector.device, terms = torch.device("cuda"), SimpleNamespace(tolerance=torch.ones(1), weight=None)
+    found = [forecast.due(rows, terms, False)[0] for _ in range(6)]
+    assert found == [[True], [False]] * 3
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_after_a_loss_that_is_not_finite_the_next_step_looks(fresh):
+    forecast, rows, _ = begun(0.5, curvature=0.4, error=3.0, most=0.0)
+    for found in torch.inf, torch.nan, -torch.inf:
+        rows.losses = torch.tensor([found]).double()
+        forecast.take(rows, [draw()], torch.ones(1).double(), fresh)
+        assert forecast.known[:, 0].tolist() == pytest.approx([0.0, 0.4, 3.0, 0.0, 0.0, 0.0, -1.0])
+    due, _ = forecast.due(rows, SimpleNamespace(tolerance=torch.ones(1), weight=None), False)
+    assert due == [True]
 
 
 # --- to the same step ----------------------------------------------------------------------------

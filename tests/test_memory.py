@@ -149,6 +149,13 @@ def test_any_example_survives_a_file():
         assert (one["tensor"].dtype, one["arrays"][0].dtype) == (torch.bfloat16, torch.int16)
 
 
+def test_examples_of_a_state_have_memory_of_their_own():
+    """Views of one tensor would each be pickled with all of it."""
+    keeper = keep([torch.zeros(20, 4)])
+    keeper.load_state_dict(through_a_file(keeper.state_dict()))
+    assert {one.untyped_storage().nbytes() for one in keeper.sets["a"].examples} == {16}
+
+
 def test_any_nesting_of_a_batch_and_any_name_survive():
     wide = torch.arange(48.0).reshape(6, 8) / 7
     batch = {

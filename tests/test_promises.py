@@ -106,9 +106,7 @@ OPTIMIZERS = {
 SECOND_MOMENTS = [name for name in OPTIMIZERS if "Adam" in name and name != "Adamax"]
 
 
-def in_plain_form(
-    G, v, promises, excess, weighted=True, unit=1.0, rate=1.0, metric=None, scaled=False, used=0.0
-):
+def in_plain_form(G, v, promises, excess, weighted=True, rate=1.0, metric=None, scaled=False, used=0.0):
     """Project a gradient or a step: ``G s >= repair (loss - bound)``, of at most ``|g_k| |s|``.
 
     If the optimizer scales the entries of a gradient, it is at most that fraction. Return the multipliers, too;
@@ -121,8 +119,8 @@ def in_plain_form(
     penalty = [torch.inf if one.penalty is None else one.penalty for one in promises]
     options = {
         "h": h,
-        "margin": [unit * one.weight * weighted for one in promises],
-        "penalty": unit * (torch.tensor(penalty, dtype=torch.float64) - used).clamp(min=0.0),
+        "margin": [one.weight * weighted for one in promises],
+        "penalty": (torch.tensor(penalty, dtype=torch.float64) - used).clamp(min=0.0),
         "equality": torch.tensor([one.equal for one in promises]),
         "metric": metric,
     }
@@ -186,9 +184,12 @@ class Twins:
             give(plain, g)
         step = moved(plain, self.other.step)
         if on != "gradient":
-            # In units of gradients: times the rate those of steps; Adam's metric has the rate in it.
-            w, unit = (adam_weights(plain, self.other, G), 1.0) if self.adam else (None, rate)
-            step, _ = in_plain_form(G, step, self.promises, excess, on == "step", unit, metric=w, used=used)
+            if self.adam:
+                w = adam_weights(plain, self.other, G)
+            else:  # a step is the gradient times the rate of its parameter
+                held = [(p, group["lr"]) for group in self.other.param_groups for p in group["params"]]
+                w = torch.cat([torch.full((p.numel(),), 1.0 / lr, dtype=step.dtype) for p, lr in held])
+            step, _ = in_plain_form(G, step, self.promises, excess, on == "step", metric=w, used=used)
         found = moved(self.model, self.optimizer.step)
         torch.testing.assert_close(found, step, rtol=1e-7, atol=1e-10)
         last = keeper.last
@@ -500,16 +501,18 @@ def test_a_tolerance_alone_takes_the_rest_of_the_usual_promise():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance", "loss", "unsure", "h"),
+    ("dtype", "tolerance", "loss", "unsure", "norm", "h"),
     [
-        (torch.bfloat16, 0.01, 0.0101, 0.0, 1e-4),  # an excess below the rounding of bfloat16 is one
-        (torch.bfloat16, 0.01, 0.01 + 1e-8, 0.0, 0.0),
-        (torch.float32, 0.05, 0.04, 0.03, 0.02),  # a modelled loss counts as larger by the error of its model
+        (torch.bfloat16, 0.01, 0.0101, 0.0, 1.0, 1e-4),  # an excess below the rounding of bfloat16 is one
+        (torch.bfloat16, 0.01, 0.01 + 1e-8, 0.0, 1.0, 0.0),
+        (torch.bfloat16, 0.005, 0.02, 0.0, 0.1, 0.015),  # also of a row much shorter than the gradient
+        (torch.float32, 0.05, 0.04, 0.03, 1.0, 0.02),  # a modelled loss counts as larger by its error
     ],
 )
-def test_what_a_tolerance_asks_for(dtype, tolerance, loss, unsure, h):
+def test_what_a_tolerance_asks_for(dtype, tolerance, loss, unsure, norm, h):
     vector, zero = SimpleNamespace(dtype=dtype, device=torch.device("cpu")), torch.zeros(1).double()
     rows = SimpleNamespace(vector=vector, losses=zero + loss, stored=zero, unsure=zero + unsure)
     terms = Terms.of([Promise(Distillation(), tolerance=tolerance)], vector.device)
-    asked = terms.right_hand_side(rows, Gram(np.eye(1), np.zeros(1), np.array(1.0)), 1.0, 1.0, False)
+    gram = Gram(np.full((1, 1), norm**2), np.zeros(1), np.array(1.0))
+    asked = terms.right_hand_side(rows, gram, 1.0, 1.0, False)
     assert asked.tolist() == pytest.approx([h])

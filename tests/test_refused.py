@@ -92,6 +92,7 @@ CALLS = [
     (lambda: some(lambda p: sgd([{"params": [one], "maximize": k == 3} for k, one in enumerate(p)])), ValueError, "maximize=True"),
     (lambda: some(lambda p: torch.optim.lr_scheduler.StepLR(sgd(p), 1)), TypeError, "must be.*found torch.*StepLR"),
     (lambda: some(torch.optim.LBFGS), ValueError, "LBFGS cannot be projected.*on='gradient'"),
+    (lambda: some(torch.optim.LBFGS, on="gradient"), ValueError, "LBFGS takes up to max_iter steps in one.*max_iter=1"),
     (lambda: some(torch.optim.ASGD, on="step"), ValueError, "ASGD cannot be projected.*on='gradient'"),
     (lambda: keeper(as_model=perceptron().requires_grad_(False)), ValueError, "no parameter that requires a gradient"),
     (sparse, TypeError, "must be dense.*sparse=False"),

@@ -22,9 +22,11 @@ from models import (
     task,
 )
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 
 from gemproj import PGD, project
+from gemproj.torch import Keeper, Promise
 
 ways = pytest.mark.parametrize("on", ["gradient", "step", "both"])
 steps = pytest.mark.parametrize("on", ["step", "both"])
@@ -127,13 +129,12 @@ def test_a_subclass_that_calls_its_parents_step_is_projected_once():
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize("make", [partial(torch.optim.LBFGS, lr=0.1), torch.optim.ASGD])
+@pytest.mark.parametrize("make", [partial(torch.optim.LBFGS, lr=0.1, max_iter=1), torch.optim.ASGD])
 def test_gradients_of_any_optimizer_are_projected_and_steps_of_most(make):
     model, optimizer, keeper = start(make)
     closure = [learning(model, optimizer)] * (make is not torch.optim.ASGD)
     step = moved(model, lambda: optimizer.step(*closure))
     assert keeper.last.num_violated
-    # The step of LBFGS, of several evaluations, is measured as a whole.
     torch.testing.assert_close(keeper.last.square, step.square().sum().reshape(1))
 
 
@@ -149,6 +150,60 @@ def test_clipping_makes_a_step_shorter_and_turns_it_not(options):
         assert keeper.last.num_violated
     torch.testing.assert_close(found[1], found[0] * 1e-3 / (norm + 1e-6))
     assert take(model, optimizer, conflict())[1].norm() > 10 * found[1].norm()  # which is not clipped
+
+
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+def test_a_correction_moves_parameters_of_a_small_rate_no_farther_than_replay(on):
+    """With SGD, replayed gradients are multiplied by the rate of their parameter."""
+
+    def make(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 1e-4}, {"params": others, "lr": 1e-2}])
+
+    model, optimizer, _ = begin(tasks=[task(1)], make=make, on=on, weight=1.0)
+    loss(model, task(1)).backward()  # the gradient of the kept loss, which it does not violate
+    expected = flat(p.grad * 2.0 * group["lr"] for group in optimizer.param_groups for p in group["params"])
+    torch.testing.assert_close(moved(model, optimizer.step), expected)
+
+
+def test_two_optimizers_of_which_one_is_frozen_in_turn_are_both_projected():
+    """As in adversarial training: a step with other frozen parameters is no part of the step before."""
+    model = perceptron()
+    parts = [list(layer.parameters()) for layer in (model[0], model[2])]
+    optimizers = [adamw(part) for part in parts]
+    keeper = Keeper(model, optimizers, Promise(loss, examples=None))
+    keeper.keep([task(1)])
+    for _ in range(4):
+        for k, optimizer in enumerate(optimizers):
+            for p in parts[1 - k]:
+                p.requires_grad_(False)
+            optimizer.zero_grad()
+            loss(model, conflict()).backward()
+            G = rows(model, [task(1)])
+            step = moved(model, optimizer.step)
+            for p in parts[1 - k]:
+                p.requires_grad_(True)
+            assert keeper.last.num_violated
+            assert float(cosines(G, step).min()) > -1e-10
+    assert keeper.report()[0].steps == 8
+
+
+def test_a_keeper_that_projects_nothing_clips_as_torch_does():
+    """To the bit, also where the optimizer has parameters in groups: the order decides how a norm is rounded."""
+    weights = []
+    for clips in (True, False):
+        model = perceptron(torch.float32)
+        parts = [model[0].weight, model[2].weight], [model[0].bias, model[2].bias]
+        optimizer = adamw([{"params": parts[0]}, {"params": parts[1], "weight_decay": 0.0}])
+        keeper = Keeper(model, optimizer, Promise(loss), project=False)
+        keeper.keep([task(1, dtype=torch.float32)])
+        for k in range(20):
+            optimizer.zero_grad()
+            loss(model, task(k, dtype=torch.float32)).backward()
+            (keeper.clip_grad_norm_ if clips else partial(nn.utils.clip_grad_norm_, model.parameters()))(1e-2)
+            optimizer.step()
+        weights.append(flat(model))
+    assert torch.equal(*weights)
 
 
 # --- steps that are refused, undone or taken again ------------------------------------------------
@@ -332,6 +387,24 @@ def test_rounding_of_the_weights_breaks_no_promise(rate):
     for _ in range(20):
         optimizer.step()
     assert keeper.report()[1].broke == 0.5
+
+
+def test_rounding_is_that_of_each_parameter_in_its_dtype_now():
+    def said(model, batch):
+        return cross_entropy(model(batch[0].to(model[0].weight.dtype)).float(), batch[1])
+
+    model, optimizer, keeper = begin(said, [task(1)], make=sgd)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):  # at once after each change
+        model.to(dtype)
+        optimizer.zero_grad()
+        said(model, conflict()).backward()
+        optimizer.step()
+        vector, eps = keeper.rows.vector, torch.finfo(dtype).eps
+        expected = eps * float(vector.before.whole.double().norm())
+        assert float(keeper.last.rounding) == pytest.approx(expected, rel=0.05)
+    model[0].bias.data = model[0].bias.data.bfloat16()
+    of_bias = torch.finfo(torch.bfloat16).eps * float(vector.before.parts[1].norm())
+    assert float(vector.rounding()) == pytest.approx(of_bias)
 
 
 def test_warm_starts_are_those_of_each_set_also_after_another_joined():

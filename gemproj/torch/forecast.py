@@ -60,7 +60,8 @@ class Forecast:
     def __init__(self) -> None:
         self.names: list[Any] = []
         self.known, self.age = _NEW[:, :0], 0
-        self._copied: tuple[Tensor, Any] | None = None  # what is due and pressed, on its way to the host
+        # What is due and pressed, on its way to the host, and where it comes from.
+        self._copied: tuple[Tensor, Any, Tensor] | None = None
 
     def forget(self, name: Any) -> None:
         """Begin anew for a set whose examples are others now."""
@@ -97,7 +98,7 @@ class Forecast:
         flags = torch.cat([flags, ~safe, flags.new_full((1,), whole)])
         if topology.world > 1:  # rounding may differ between processes, and all must do the same
             flags = topology.sum_values(flags.to(square.dtype)) > 0.0
-        told = self._told(flags, rows.vector.device) if late else flags
+        told = self._told(flags, len(rows), rows.vector.device) if late else flags
         found = [True] * (len(flags) - 1) + [whole] if told is None or whole else told.tolist()
         if projects := any(found):
             rows.move(step, 2.0 * curvature)
@@ -105,10 +106,14 @@ class Forecast:
             self.known, self.age = torch.stack([now, curvature, error, variance, way, steps, most]), 0
         return None if found[-1] else found[: len(rows)], projects
 
-    def _told(self, flags: Tensor, device: torch.device) -> Tensor | None:
-        """Return the flags of the step before, which have been on the host for long: nothing waits."""
+    def _told(self, flags: Tensor, t: int, device: torch.device) -> Tensor | None:
+        """Return the flags of the step before, which have been on the host for long: nothing waits.
+
+        Of the t rows, those that this step computes by them are not asked for again by its own flags.
+        """
         had, event = self._copied, torch.cuda.Event()
-        self._copied = flags.to("cpu", non_blocking=True), event
+        flags[:t] &= flags.new_zeros(t) if had is None else ~had[2][:t]
+        self._copied = flags.to("cpu", non_blocking=True), event, flags
         event.record(torch.cuda.current_stream(device))
         if had is None:
             return None
@@ -128,7 +133,7 @@ class Forecast:
             every = every[:, [at.get(name, -1) for name in rows.names]].to(found)
             _, curvature, error, variance, _, _, most = every
             self.names, self._copied = list(rows.names), None
-            self.known = torch.stack([found, curvature, error, variance, none, none, most])
+            self.known = _sound(torch.stack([found, curvature, error, variance, none, none, most]), every)
             return
         looked, drawn = [False] * len(rows), [math.inf] * len(rows)
         for draw in draws:
@@ -149,6 +154,7 @@ class Forecast:
         most = torch.where(set_back, 0.0, longest.minimum(2.0 * since))
         # The mean of the drawn examples has an error of its own, and so has the model: their mean has less.
         new = torch.stack([found - 0.5 * by_draw, curvature, error, variance, none, none, most])
+        new = _sound(new, self.known)
         self.known = torch.where(torch.tensor(looked, device=found.device), new, self.known)
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,3 +167,10 @@ class Forecast:
         found = cls()
         found.names, found.known = list(state["names"]), state["known"].clone()
         return found
+
+
+def _sound(new: Tensor, known: Tensor) -> Tensor:
+    """Return what is known after a look; where its loss is not finite, as before, and the next step looks."""
+    none = torch.zeros_like(known[:2])
+    lost = torch.cat([new[:1].nan_to_num(0.0, 0.0, 0.0), known[1:4], none, none[:1] - 1.0])
+    return torch.where(new.isfinite().all(dim=0), new, lost)

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from gemproj.torch.data import kind_of, leaves_of, map_nested
 from gemproj.torch.memory import Draw, fetched
-from gemproj.torch.promise import call_loss
+from gemproj.torch.promise import call_loss, rounding_of
 
 # Maximum bytes of activations per thread, for a pass and for one row: a row that fills the caches of a core
 # is faster in its own pass (docs/cost.md).
@@ -103,7 +103,7 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
     for draw in some[order[0]], some[order[-1]]:
         used, loss = max(used, _activations(model, partial(alone, draw))), abs(float(G.found[draw.k]))
         # A loss that is zero up to rounding has such a gradient.
-        if loss > 4.0 * torch.finfo(G.buffer.dtype).eps * (1.0 + loss):
+        if loss > rounding_of(loss, G.buffer.dtype):
             own[draw.k] = G.buffer[draw.k].clone()
     if not own:
         return None

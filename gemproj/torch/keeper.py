@@ -238,6 +238,8 @@ class KeeperBase:
         Use this in place of `torch.nn.utils.clip_grad_norm_` with a weight: replayed rows are then clipped
         with the gradient, as in replay. Of several optimizers, each part is clipped by itself.
         """
+        if not self._steps:
+            raise ValueError(f"{type(self).__name__} is not attached to an optimizer, and clips no gradient.")
         for step in self._steps:
             step.max_norm = max_norm
         return total_norm(p for step in self._steps for g in step.optimizer.param_groups for p in g["params"])

@@ -145,7 +145,9 @@ class KeptSet:
     def from_state_dict(cls, state: Mapping[str, Any], promise: Promise, collate: Collate) -> KeptSet:
         """Return a set from a state, a promise and a collate function."""
         held = {name: state[name] for name in _STORED}
-        held |= {name: divided(held[name], numbers=found) for name, found in state["packed"].items()}
+        # Copied, because views of one tensor would each be pickled as a whole.
+        held |= {name: owned(divided(held[name], numbers=at)) for name, at in state["packed"].items()}
+        held["losses"] = held["losses"].cpu()  # wherever the state was loaded
         if len(held["losses"]) != len(held["examples"]):
             raise ValueError(f"state has {len(held['losses'])} losses for {len(held['examples'])} examples.")
         apart = None if state["held"] is None else cls.from_state_dict(state["held"], promise, collate)

@@ -196,3 +196,8 @@ def explain(error: Exception, batch: Batch) -> None:
             "set, or a DataLoader of it, which collates. Lists in them need collate=, or "
             "data.with_format('torch')."
         )
+
+
+def rounding_of(losses: Any, dtype: torch.dtype) -> Any:
+    """Return differences between computations of the same losses, which are summed in float32 at least."""
+    return 4.0 * min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * (1.0 + abs(losses))

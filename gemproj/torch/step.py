@@ -42,7 +42,7 @@ from gemproj._tspace import Gram
 from gemproj._warn import warn
 from gemproj.methods import GEM2017, AnyMethod, as_method
 from gemproj.torch.data import is_kind
-from gemproj.torch.promise import Promise
+from gemproj.torch.promise import Promise, rounding_of
 from gemproj.torch.rows import Rows
 from gemproj.torch.vector import ParameterVector, local, mesh_of
 
@@ -119,9 +119,8 @@ class Terms:
         excess, xp = excess + rows.unsure, namespace(gram.b)
         if not isinstance(gram.b, Tensor):
             excess, losses = to_numpy(excess), to_numpy(losses)
-        # Differences between two computations of the same losses, which are summed in float32 at least.
         eps, none = torch.finfo(rows.vector.dtype).eps, xp.isnan(self.tolerance)
-        noise = 4.0 * min(eps, torch.finfo(torch.float32).eps) * (1.0 + abs(losses))
+        noise = rounding_of(losses, rows.vector.dtype)
         none = none | ((excess > 0.0) & (excess <= noise))
         excess = xp.where(none, xp.zeros_like(excess), excess)
         norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
@@ -134,8 +133,7 @@ class Terms:
             return h
         # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient. If
         # the row of such a loss is below the rounding error of g, a low h makes the row inactive.
-        zero = abs(losses) <= 4.0 * eps * (1.0 + abs(losses))
-        near = self.compared & zero & (unit * norms <= _NOISE * eps * size)
+        near = self.compared & (abs(losses) <= noise) & (unit * norms <= _NOISE * eps * size)
         return xp.where(near, -norms * size, h)
 
 
@@ -223,6 +221,10 @@ class ProjectedStep:
             )
         if on != "gradient" and name in _UNFIT:
             raise ValueError(f"The steps of {name} cannot be projected: {_UNFIT[name]}. Use on='gradient'.")
+        if any(group.get("max_iter", 1) > 1 for group in self.optimizer.param_groups):
+            raise ValueError(
+                f"{name} takes up to max_iter steps in one, which are not projected singly. Use max_iter=1."
+            )
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -403,7 +405,7 @@ class ProjectedStep:
         )
 
     def _metric(self, rows: Rows) -> Tensor | None:
-        """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``; None for other optimizers.
+        """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``; for others see `_of_rates`.
 
         Adam's step minimises a quadratic model with this metric. Here v_hat is at least the square of the
         largest value of the entry in the rows. Without this minimum, v_hat is zero for entries without a
@@ -423,9 +425,9 @@ class ProjectedStep:
             second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             count = state.get("step", group.get("step"))  # some optimizers count in the group
             if second is None or count is None or not group.keys() >= {"betas", "eps"}:
-                return None
+                return self._of_rates()
             if (second := local(second)).shape != shape:  # GaLore has moments of projected gradients
-                return None
+                return self._of_rates()
             if type(second) is not Tensor:  # optimizers of torchao keep moments in 4 or 8 bits
                 second = second.dequantize()
             found.append((part, second, group["betas"][1], count, group["eps"], group["lr"]))
@@ -444,6 +446,22 @@ class ProjectedStep:
             torch._foreach_div_(parts, rates)
         return w
 
+    def _of_rates(self) -> Tensor | None:
+        """Return the weights ``1 / lr`` of SGD's metric; None if all parameters have the same rate.
+
+        A step of SGD minimises a linear model with this metric. Without it, a correction would move
+        parameters with a small rate as far as others. A rate on a device, which is not read, counts as equal.
+        """
+        moving = zip(self._vector.weights.parts, self._groups, self._moving, strict=True)
+        found = [(part, group.get("lr")) for part, group, moves in moving if moves]
+        if any(rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu") for _, rate in found):
+            return None
+        if len({float(rate) for _, rate in found}) < 2:
+            return None
+        for part, rate in found:
+            part.fill_(1.0 / float(rate))
+        return self._vector.weights.whole
+
     def learning_rate(self) -> float:
         """Return the largest learning rate."""
         rates = [group["lr"] for group in self.optimizer.param_groups if group.get("lr") is not None]
@@ -459,7 +477,10 @@ class ProjectedStep:
         self._clipped = 1.0
         if (most := self.max_norm) is None:
             return
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        held = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        # In the order of the model, in which others clip: the order decides the last digit of the norm.
+        own = [held.pop(id(p)) for p in self._training.model.parameters() if id(p) in held]
+        parameters = own + list(held.values())
         self.norm = total_norm(parameters)
         for some in _by_mesh(parameters):
             clip_grads_with_norm_(some, most, self.norm)
@@ -508,6 +529,7 @@ class ProjectedStep:
                 f"The gradient of {wrong} is not finite, so this step was not taken; weights and the "
                 "optimizer's state are as before. Leave out this batch, or lower the learning rate."
             )
+        training.drop()
         raise ValueError(said) from error
 
 

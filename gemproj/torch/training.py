@@ -108,7 +108,7 @@ class Training:
                 f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
                 "optimizer."
             )
-        self.rows, self.keeper._warm, self._sets = Rows(vector), {}, None
+        self.rows, self.keeper._warm, self._sets, self._noise = Rows(vector), {}, None, None
         self._known = self._parameters()
         for step in self.steps:
             step.use(vector)
@@ -144,14 +144,21 @@ class Training:
         agrees = self.keeper.look == "auto" and vector.device.type != "cuda"
         self._again = self._again or agrees or vector.topology.world == 1
 
+    def drop(self) -> None:
+        """Drop the rows, which may not be finite: the next step computes all of them."""
+        self.rows.clear()
+        self._sets = None
+
     def look(self, step: ProjectedStep) -> Rows | None:
         """Return the rows for a step that begins, computed now if they are due; None to leave it alone."""
-        keeper = self.keeper
-        if self._stepped and id(step) not in self._stepped:  # another optimizer takes its part of a step
+        keeper, same = self.keeper, self._parameters() == self._known
+        # Another optimizer takes its part of a step. It takes a step of its own if the rows are gone, or if
+        # other parameters are frozen now, as those of adversaries in turn.
+        if same and self._sets is not None and self._stepped and id(step) not in self._stepped:
             self._stepped.add(id(step))
             return self.rows if len(self.rows) else None
         self._stepped.clear()
-        if self._parameters() != self._known:
+        if not same:
             self._renew()
         if self.begun == 0:
             self._begin()
@@ -183,6 +190,8 @@ class Training:
             return None if late else [False] * len(rows), True
         # The copy of the weights, from which the way is measured, is that of one optimizer's part of a step.
         if not len(rows) or self.terms.tolerance is None or len(self.steps) > 1:
+            return None, True
+        if keeper._forecast.names != rows.names:  # `look` was a number when they were computed
             return None, True
         if whole and rows.vector.topology.world == 1:
             return None, True

@@ -68,9 +68,10 @@ class ParameterVector:
 
     def rounding(self) -> Tensor:
         """Return by how much the rounding of the parameters changes a step, as a norm, shape (1,)."""
-        square = torch.linalg.vector_norm(self.before.whole).reshape(1) ** 2
-        eps = max(torch.finfo(p.dtype).eps for p in self.parameters)
-        return eps * self.topology.sum_shards(square).sqrt()  # replicas may count more than once
+        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self.parameters], device=self.device)
+        norms = torch.stack(torch._foreach_norm(self.before.parts)).to(eps)
+        square = (eps * norms).square().sum().reshape(1)
+        return self.topology.sum_shards(square).sqrt()  # replicas may count more than once
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return views of vectors (..., d), one per parameter, in the shapes of the local shards."""
