@@ -33,7 +33,7 @@ LAPTOP = "before plain outputs:1 promise:0.02 promise:0.05 promise:0.1"
 METHODS = {
     "laptop": LAPTOP,
     "long": "before plain outputs:1 promise:0.05 auto:0.05",
-    "sixteen": "plain promise:0.05 auto:0.05",
+    "sixteen": "before plain promise:0.05 auto:0.05",
     "whole": "before plain promise:0.05 outputs:1",
     "many": "before plain outputs:1 "
     + " ".join(f"promise:{tolerance}#{n}" for n in (32, 128, 512) for tolerance in (0.01, 0.05, 0.3)),

@@ -20,6 +20,7 @@ from gemproj.torch import Keeper, Promise
 from gemproj.torch.data import PerExample, moved
 from gemproj.torch.losses import Distillation, model_logits
 
+from ..common.memory import seed_draws
 from ..common.metrics import spread
 from ..common.origin import origin
 from ..common.results import rounded
@@ -134,6 +135,7 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     if run.kind in ("promise", "auto", "promise-own"):
         promise = Promise(OUTPUTS, tolerance=run.value, examples=form.drawn)
         keeper = Keeper(model, optimizer, promise, look="auto" if run.kind == "auto" else 1)
+        seed_draws(keeper, run.seed)
         held = examples if run.kind == "promise-own" else kept
         for k in range(run.sets):
             keeper.keep(held[k :: run.sets], name=f"kept {k}", collate=collate)
