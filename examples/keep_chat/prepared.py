@@ -92,8 +92,9 @@ class Texts:
     def file(self, cache: Path) -> Path:
         """Return the file of all texts, which may not exist; its name is a hash of all that decides them."""
         news = (self.news.texts, self.news.labels) if self.news else ()
-        how = asdict(FORMS[self.form]), self.model, self.skills
-        return cache / f"keep-chat-{digest([*how, news, self.instructions, self.abilities])}.pt"
+        weights = sorted(Path(self.model).glob("*.safetensors"))  # in whatever folder they are
+        how = asdict(FORMS[self.form]), "" if weights else self.model, self.skills
+        return cache / f"keep-chat-{digest([*how, news, self.instructions, self.abilities], *weights)}.pt"
 
     def prepare(self, device: str, file: Path) -> None:
         """Write and encode all texts."""

@@ -70,7 +70,10 @@ def overview(folder: Path) -> dict[str, str]:
     tables = {
         "projection": report.at_equal_settings(streams),
         "exactness": report.over_streams(
-            "Final average accuracy of exact GEM minus that of others; I-GEM has GEM's settings.", streams, exact, turned=False
+            "Final average accuracy of exact GEM minus that of others; I-GEM has GEM's settings.",
+            streams,
+            exact,
+            turned=False,
         ),
         "replay": report.over_streams("Final average accuracy minus that of replay.", streams, others),
         "rows": report.over_streams(f"Final average accuracy {same}", streams, varied),
