@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks_training import fsdp
-from models import BOTH, EACH, begin, flat, loss, task
+from models import BOTH, EACH, begin, flat, loss, protect, task
 from models import perceptron as net
 from processes import alone, check, expect, share
 from torch import nn
@@ -163,6 +163,16 @@ def options_that_differ():
 
         with pytest.raises(ValueError, match=rf"disagree on the (option {name}|promises).*same options"):
             keep_and_step()
+    _, optimizer, keeper = start(EACH, "replicas", look=4)
+    with pytest.raises(ValueError, match="disagree on the share to hold out"):
+        keeper.keep([task(0, 9)], hold_out=0.5 if odd else 0.0)
+    for name in "ab":
+        keeper.keep([task(0, 9)], name=name)
+    with pytest.raises(ValueError, match="disagree on the name of the set"):
+        keeper.keep([task(0, 9)], name="ab"[odd])
+    with pytest.raises(ValueError, match="disagree on the name of the set"):
+        keeper.forget("ab"[odd])
+    assert list(keeper.sets) == ["a", "b"]
 
 
 @check(2)
@@ -181,6 +191,10 @@ def what_shards_need():
     with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):
         optimizer.step()
     assert len(keeper.rows) == 0
+    model = fsdp(net())
+    model[0].set_gradient_divide_factor(1.0)
+    with pytest.raises(ValueError, match="gradient divide factor"):
+        protect(model, torch.optim.SGD(model.parameters(), lr=0.1))
     group, device = dist.group.WORLD, torch.device("cpu")
     adapted = fsdp(net().requires_grad_(False))
     adapted.append(nn.Linear(3, 3).double())

@@ -375,6 +375,24 @@ def held_out_examples_are_those_of_all_processes():
 
 
 @check(2)
+def a_process_with_many_examples_counts_for_more_than_one_with_few():
+    """Both draw two, with losses of one here and zero there."""
+
+    def told(model, batch):
+        return 0.0 * model(batch[0]).sum(1) + batch[2]
+
+    for spread in (DistributedDataParallel, fsdp):
+        x, y = task(0, 8)
+        part = share((x, y, torch.ones(8, dtype=x.dtype).index_fill(0, torch.tensor([6, 7]), 0.0)), [6, 2])
+        for microbatch in (None, 1):
+            model = spread(net())
+            optimizer, keeper = kept(model, [], told, microbatch=microbatch)
+            keeper.keep([part], Promise(told, examples=2, tolerance=0.1))
+            take(model, optimizer, share(task(1, 8)))
+            assert keeper.last.losses.tolist() == keeper.last.stored.tolist() == [0.75]
+
+
+@check(2)
 def a_mean_has_the_same_verdict_everywhere():
     """Processes have kept different numbers of examples, in another number of batches."""
     _, optimizer, keeper, batch = sharded()

@@ -106,18 +106,18 @@ def train(model, part, dtype, promise=loss, optimizer=torch.optim.AdamW, clip=No
     return keeper, torch.cat(found)
 
 
-def compare(spread, options, dtype=torch.float64, make=net):
+def compare(spread, options, dtype=torch.float64, make=net, group=None):
     """Train a model that is spread over processes as one process trains it; return the keeper."""
     # In every check: torch finds the groups of meshes by their number, also those of an earlier check.
-    group = alone()
+    single = alone()
 
     def of_one():
         one = make(dtype)
-        return train(one, everything, dtype, process_group=group, **options)[1], flat(one)
+        return train(one, everything, dtype, process_group=single, **options)[1], flat(one)
 
     expected, weights = once((make, dtype, str(options)), of_one)
     many, part = spread(make(dtype))
-    keeper, found = train(many, part, dtype, **options)
+    keeper, found = train(many, part, dtype, process_group=group, **options)
     close = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-4)}[dtype]
     torch.testing.assert_close(found, expected, rtol=close[0], atol=close[1])
     torch.testing.assert_close(flat(many), weights, rtol=close[0], atol=close[1])
@@ -148,9 +148,10 @@ def tensor_parallel_trains_as_one_process():
 
 @check(4)
 def two_models_each_on_half_of_the_processes():
-    """The processes of a mesh are found, and the state of more of them is told."""
+    """Which must be said, and the state of more of them is told."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))
-    keeper = compare(lambda model: (fully_shard(model, mesh=mesh["shard"]), everything), {})
+    group = mesh["shard"].get_group()
+    keeper = compare(lambda model: (fully_shard(model, mesh=mesh["shard"]), everything), {}, group=group)
     assert keeper.rows.vector.topology.world == 2
     with pytest.warns(UserWarning, match="one of 4 processes, and 2 train now"):
         keeper.load_state_dict(keeper.state_dict() | {"processes": 4})
@@ -167,6 +168,33 @@ class Normed(nn.Module):
 
     def forward(self, x):
         return self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+@check(4)
+def replicas_that_only_the_user_knows_of():
+    """The others may train this model, too, on other data."""
+    alone()  # as in `compare`
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = split(net(), mesh["tensor"])
+    for group, text in (
+        (None, "pass process_group="),
+        (dist.group.WORLD, "how others share them is unknown"),
+    ):
+        with pytest.raises(ValueError, match=rf"sharded over 2 of 4 processes.*{text}"):
+            protect(model, sgd(model.parameters()), process_group=group)
+
+
+@check(2)
+def tensor_parallelism_counts_held_out_examples_once():
+    found, group = [], alone()
+    for spread, one in ((lambda model: tensor_only(model)[0], None), (lambda model: model, group)):
+        model = spread(net())
+        optimizer = sgd(model.parameters())
+        keeper = protect(model, optimizer, EACH, process_group=one, tolerance=0.1)
+        keeper.keep([task(0, 40)], hold_out=0.5)
+        take(model, optimizer, rival(task(0)))
+        found.append(keeper.report()[0].held_out)
+    assert found[0] == pytest.approx(found[1], rel=1e-7)
 
 
 @check(4)

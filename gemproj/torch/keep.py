@@ -158,7 +158,7 @@ def scored(
     (losses, *_), topology = _losses(model, vector, kept, microbatch, look), vector.topology
     rise = losses - kept.losses
     sums = torch.stack([torch.ones_like(rise).sum(), rise.sum(), rise.square().sum(), kept.losses.sum()])
-    sums = topology.sum(sums.to(vector.device, wide_dtype(torch, vector.device)))
+    sums = topology.sum_distinct(sums.to(vector.device, wide_dtype(torch, vector.device)))
     n, first, second, before = sums.tolist()
     mean, spread = (before + first) / n, max(second / n - (first / n) ** 2, 0.0)
     half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf

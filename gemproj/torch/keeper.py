@@ -141,7 +141,8 @@ class KeeperBase:
             names the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
         vector = None if self._training is None else self._training.vector()
-        with nullcontext() if vector is None else vector.topology.meeting("keep()"):
+        facts = {"name of the set": name, "share to hold out": hold_out}
+        with nullcontext() if vector is None else vector.topology.meeting("keep()", facts):
             known, chosen = self._checked(promise, name, limit, hold_out)
         if vector is None or self._training is None:
             if not self._waits:
@@ -183,6 +184,9 @@ class KeeperBase:
         """Drop a set: its promise ends."""
         if name not in self.sets:
             raise KeyError(f"no set is named {name!r}; found {list(self.sets)}")
+        if self._training is not None:
+            with self._training.vector().topology.meeting("forget()", {"name of the set": name}):
+                pass
         self.history.forget(name)
         self._forecast.forget(name)
         for kind, (names, lam) in self._warm.items():
@@ -215,7 +219,7 @@ class KeeperBase:
         frozen = not any(p.requires_grad for p in inner.parameters())
         vector = self._training.rows.vector if frozen else self._training.vector()
         found = {}
-        with vector.topology.meeting("report()"):
+        with vector.topology.meeting("report()", {"names of sets": list(judged)}):
             pass
         with torch.inference_mode(False):
             for name, kept in judged.items():

@@ -65,15 +65,15 @@ class Processes:
         self._compare(facts)
 
     @contextmanager
-    def meeting(self, call: str) -> Iterator[None]:
-        """Raise on all processes if the block fails on one, and say so if others do not make this call."""
+    def meeting(self, call: str, facts: Mapping[str, Any]) -> Iterator[None]:
+        """Do what `agreement` does, and say so if others do not make this call."""
         said = f"{call} waits for the other processes of the training: all of them must call it."
         timer = threading.Timer(PATIENCE, logging.getLogger("gemproj").warning, [said])
         timer.daemon = True
         if self.group is not None:
             timer.start()
         try:
-            with self.agreement({}):
+            with self.agreement(facts):
                 yield
         finally:
             timer.cancel()
@@ -145,6 +145,14 @@ class Processes:
         if self.group is not None:
             dist.all_reduce(values, group=self.group)
         return values
+
+    def sum_distinct(self, values: Tensor) -> Tensor:
+        """Sum values over processes; equal ones, as of equal examples in tensor parallelism, count once."""
+        if self.group is None:
+            return values
+        everyone = [torch.empty_like(values) for _ in range(self.world)]
+        dist.all_gather(everyone, values, group=self.group)
+        return torch.unique(torch.stack(everyone), dim=0).sum(0)
 
     def _compare(self, facts: Mapping[str, Any], failed: bool = False) -> None:
         if self.group is None:

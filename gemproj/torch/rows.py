@@ -151,8 +151,11 @@ class Rows:
         self.clear()
         if not draws:
             return
-        for draw, size, total, most in zip(draws, sizes, *topology.plan(sizes), strict=True):
-            draw.total, draw.most, draw.weight = total, most, topology.weight(size, total)
+        totals, most = topology.plan([*sizes, *(len(draw.kept) for draw in draws)])
+        for k, draw in enumerate(draws):
+            draw.total, draw.most = totals[k], most[k]
+            # A process with few examples draws as many as one with many; these stand for fewer.
+            draw.weight = topology.weight(len(draw.kept), totals[len(draws) + k])
         if t > len(self.buffer):  # free the old buffer before allocating a larger one
             self.buffer, self._views = self.buffer.new_empty((0, self.vector.d)), {}
             self.buffer = self.buffer.new_empty((t, self.vector.d))
@@ -174,7 +177,7 @@ class Rows:
                         f"The loss of {draw.kept.name!r} depends on no trainable parameter now, so its row "
                         "is zero: right if those are frozen, wrong if the loss runs under torch.no_grad()."
                     )
-                weight = topology.weight(count, draw.total)
+                weight = draw.weight * count / len(draw.at)
                 found = self.vector.gradients(loss * (weight * scale)) if loss.requires_grad else none
                 reached = self.vector.gather(found, self.parts(draw.k), add=j > 0)
                 self.note(draw.k, reached, self.found[draw.k : draw.k + 1] + weight * loss.detach())
@@ -294,6 +297,13 @@ def check_spread(modules: Sequence[torch.nn.Module]) -> None:
         raise ValueError(
             "model is wrapped in FullyShardedDataParallel (FSDP1), whose flat buffers hide the parameters. "
             "Shard it with fully_shard of torch.distributed.fsdp (FSDP2)."
+        )
+    states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]  # type: ignore[operator]
+    parts = [vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group] for state in states]
+    if any(getattr(part, "gradient_divide_factor", None) is not None for some in parts for part in some):
+        raise ValueError(
+            "model has a gradient divide factor, which would change rows, too. Do not call "
+            "set_gradient_divide_factor; divide the loss instead."
         )
     held = [p for module in modules for p in module._parameters.values() if p is not None]
     trained = {mesh_of(p) is not None for p in held if p.requires_grad}

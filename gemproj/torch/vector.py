@@ -47,7 +47,12 @@ class ParameterVector:
         self.sizes, self.shapes = [p.numel() for p in shards], [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
         self.d = self._starts[-1]  # number of local entries
-        group = group_of(self.parameters) if group is None else group
+        if group is None and (part := group_of(self.parameters)) is not None:
+            raise ValueError(
+                f"Parameters are sharded over {part.size()} of {dist.get_world_size()} processes. If others "
+                "train another model, pass process_group=, the group of these processes; if they train "
+                "replicas, make these with fully_shard, over a mesh of all processes."
+            )
         self.topology = self._topology(group)
         self._owned = [self._owns(p) for p in self.parameters]
         # Columns that this process contributes to global sums are all, unless shards are replicated.
@@ -199,7 +204,14 @@ class ParameterVector:
 
     def _topology(self, group: Any) -> Processes:
         plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
-        return Processes(self.device, group, collective=self._sharded, plain=plain)
+        found = Processes(self.device, group, collective=self._sharded, plain=plain)
+        meshes = [mesh for mesh in map(mesh_of, self.parameters) if mesh is not None]
+        if self._sharded and max(mesh.size() for mesh in meshes) < found.world:
+            raise ValueError(
+                f"Parameters are sharded over {meshes[0].size()} of {found.world} processes of the group; "
+                "how others share them is unknown. Make replicas with fully_shard, over a mesh of all."
+            )
+        return found
 
     def _owns(self, p: Any) -> bool:
         """Return whether this rank contributes its local shard to global sums; replicas count once.
