@@ -67,6 +67,12 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
     lists = [_blocks(a, g, name) for name, a in (("G", G), ("g", g), ("metric", metric))]
     # Blocks of g may have leading dimensions, for many gradients.
     skips = 1, lists[1][0].ndim - lists[0][0].ndim + 1, 0
+    for rows, vector in () if isinstance(g, Tensor) else zip(*lists[:2], strict=True):
+        if rows.shape[1:] != vector.shape[skips[1] :]:
+            raise ValueError(
+                f"Blocks must have the shapes (t, *shape) in G and (*shape) in g; found {tuple(rows.shape)} "
+                f"and {tuple(vector.shape)}."
+            )
     found = [_flat(a, g, skip) for a, skip in zip(lists, skips, strict=True)]
     device = found[1].device
     names = "h", "margin", "penalty", "equality"
@@ -159,25 +165,26 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
     if route == "uncompiled":
         rest = {"metric": metric, "warm_start": warm_start, "out": out}
         return _uncompiled(project, G, g, method=method, **given, **rest)
-    if route == "traced":  # tracing cannot follow the checks of arrays: the operator performs them
-        method = Exact()
-    else:
-        method, problem = Options(method, **given).method, check_problem(G, g, metric, values=False)
+    if route != "traced":  # tracing cannot follow the checks of arrays: the operator performs them
+        method = Options(method, **given).method
+        if type(method) is not Exact:  # a class derived from it need not be exact
+            raise ValueError(
+                f"Only method 'exact' supports gradients, torch.func and traces; method is {method!r}. "
+                "Detach the arguments, or use method='exact'."
+            )
+        problem = check_problem(G, g, metric, values=False)
         if warm_start is not None:
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         if out is not None:
             check_out(out, problem)
     tensors = _tensors(*arrays[:-1])
-    smooth, constants = [a for a in tensors if a is not None], [*tensors, warm_start]
+    smooth = [a for a in tensors if a is not None]
+    constants = [*tensors, None if warm_start is None else warm_start.detach()]
     if route == "traced":  # in compiled `torch.func.grad` only results show that they require a gradient
         smooth = [a.view_as(a) for a in smooth]
     derived = route == "transformed" or (torch.is_grad_enabled() and any(a.requires_grad for a in smooth))
-    if derived := derived or any(unpack_dual(a).tangent is not None for a in smooth):
-        if type(method) is not Exact:  # a class derived from it need not be exact
-            raise ValueError(
-                f"Only method 'exact' supports gradients and torch.func; method is {method!r}. Detach the "
-                "arguments, or use method='exact'."
-            )
+    derived = derived or any(unpack_dual(a).tangent is not None for a in smooth)
+    if derived:
         if out is not None:
             raise ValueError(
                 "out cannot be written under torch.func, or while an argument requires a gradient; detach it."

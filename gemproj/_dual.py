@@ -211,13 +211,19 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         measured = measured._replace(gram=checked)
     bounds = make_bounds(options, measured.gram.b)
     if type(method) is Exact:  # a class derived from it need not be exact
-        return _search(measured, bounds, start)
-    lam, *numbers = _run(measured, bounds, method, start)
-    shape = measured.gram.gg.shape  # ints stand for all problems
-    steps, status = (np.full(shape, n, dtype=np.int64) if isinstance(n, int) else n for n in numbers)
-    sol = DualSolution(lam, measured.gram, bounds, steps, status, measured.eps)
-    # A class derived from Exact need not return what it has solved, and quadprog adds a ridge.
-    return sol._judged() if isinstance(method, Exact | Quadprog) else sol
+        sol = _search(measured, bounds, start)
+    else:
+        lam, *numbers = _run(measured, bounds, method, start)
+        shape = measured.gram.gg.shape  # ints stand for all problems
+        steps, status = (np.full(shape, n, dtype=np.int64) if isinstance(n, int) else n for n in numbers)
+        sol = DualSolution(lam, measured.gram, bounds, steps, status, measured.eps)
+        # A class derived from Exact need not return what it has solved, and quadprog adds a ridge.
+        sol = sol._judged() if isinstance(method, Exact | Quadprog) else sol
+    if bounds.lower is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            if not np.isfinite(sol.size()).all():
+                raise ValueError("margin is too large: the square of margin * |row| overflows. Lower it.")
+    return sol
 
 
 def solve_unread(measured: Measured, options: Options, start: Array | None = None) -> DualSolution | Unread:

@@ -56,9 +56,9 @@ def error_bound(
     x = x - A @ F.T @ (F @ (A.T @ x - h))
     free, s, error = _conditions(A.T @ x - h, mu, lower, upper)
     fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
-    near = free | ((s <= NEAR_ZERO) & (upper > lower))
-    basis, weights = _basis(A, free, near, resolves)
     of_rows = resolves < 1e-10
+    near = free | ((s <= (NEAR_ZERO if of_rows else max(NEAR_ZERO, fuzz))) & (upper > lower))
+    basis, weights = _basis(A, free, near, resolves)
     bound = math.inf
     if of_rows or len(basis) == np.count_nonzero(near):
         known = rounding * (1.0 + float(np.abs(mu[~free]).sum())) if of_rows else fuzz

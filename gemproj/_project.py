@@ -110,8 +110,8 @@ def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
     """Return how to project tensors; "" without derivatives and tracing."""
     Tensor, (G, g, *_) = torch.Tensor, arrays
     found = type(g) is Tensor or isinstance(next(iter(blocks_of(g)), None), Tensor)
+    exact = type(method) is Exact or (isinstance(method, str) and method.lower() == "exact")
     if torch.compiler.is_compiling():  # also if torch runs `project` uncompiled, and compiles this function
-        exact = type(method) is Exact or (isinstance(method, str) and method.lower() == "exact")
         return "traced" if exact and found else "uncompiled"
     if not found:
         return ""
@@ -121,16 +121,16 @@ def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
     if not _have_values(torch, tensors) and any(_lacks_values(torch, a) for a in tensors):
         return "transformed"
     if torch.jit.is_tracing():
-        return "traced"
+        return "traced" if exact else "recorded"
     if torch.overrides.has_torch_function(tensors) and is_recording():
         return "recorded"
-    recorded = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
-    if recorded and any(a.requires_grad for a in tensors if a is not arrays[-1]):  # not the warm start
+    smooth = [a for a in tensors if a is not arrays[-1]]  # not the warm start
+    if torch.is_grad_enabled() and any(map(_requires_grad, smooth)):
         return "recorded"
     # Outside of a level of forward-mode differentiation, `unpack_dual` returns its argument.
     unpack = torch.autograd.forward_ad.unpack_dual
-    forward = unpack(tensors[0]).primal is not tensors[0]
-    return "recorded" if forward and any(unpack(a).tangent is not None for a in tensors) else ""
+    forward = unpack(smooth[0]).primal is not smooth[0]
+    return "recorded" if forward and any(unpack(a).tangent is not None for a in smooth) else ""
 
 
 def _have_values(torch: Any, tensors: list[Any]) -> bool:

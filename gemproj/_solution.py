@@ -194,7 +194,15 @@ class DualSolution:
             if size[i]:
                 known = (FROM_ROWS, FROM_ROWS) if read else (ROUNDINGS * self._eps, FROM_GRAM)
                 bound[i] = error_bound(V, a, h[i], lam[i], lower[i], upper[i], asked[i], *known) / size[i]
+                if not read and self._distorted(i, V):
+                    bound[i] = max(bound[i], 1.0)
         return self._or_infinity(bound)
+
+    def _distorted(self, i: tuple[int, ...], V: np.ndarray) -> bool:
+        """Return whether coordinates of problem i have other angles than K, because |g|^2 is too small."""
+        n, K = np.linalg.norm(V, axis=1), self.gram.K if self.gram.K.ndim == 2 else self.gram.K[i]
+        apart = np.abs(V @ V.T - K) * inverse(n)[:, None] * inverse(n)
+        return bool(apart.max(initial=0.0) > ROUNDINGS * self._eps)
 
     @in_numpy
     def cosine(self) -> Any:

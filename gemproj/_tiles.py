@@ -33,8 +33,8 @@ def tiles(problem: Problem) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, .
         whole = [xp.reshape(a, shape) for a, shape in zip(block, shapes, strict=False)]
         for start in range(0, size, columns):
             at = slice(start, min(start + columns, size))
-            # A large batch is split along its first axis, to bound memory.
-            step = max(1, 8 * elements // max(1, math.prod(outer[1:]) * (t + 1) * (at.stop - start)))
+            # A large batch is split along its first axis, to bound memory: alike for all tiles.
+            step = max(1, 8 * elements // max(1, math.prod(outer[1:]) * (t + 1) * min(columns, size)))
             leads = (
                 [(slice(i, min(i + step, outer[0])),) for i in range(0, outer[0], step)] if outer else [()]
             )

@@ -57,6 +57,7 @@ WRONG_VALUES = [
     (lambda: solve_gram(np.eye(2), np.ones((2, 2)), np.ones(3)), r"gg must have shape \(2,\)"),
     (lambda: project(G, g, margin=float("inf")), "margin must be finite and at least 0; found inf"),
     (lambda: project(G, g, penalty=-1.0), "penalty must be at least 0; found -1"),
+    (lambda: project(G, g, margin=1e155), "margin is too large: the square of .* overflows"),
     (lambda: project(G, g, margin=2.0, penalty=1.0), "penalty must be at least margin"),
     (lambda: project(G, g, margin=0.5, method="gem2017"), "margin cannot be combined with.*GEM2017"),
     (lambda: project(G, g, penalty=1.0, method=lambda K, b, w: b), "penalty cannot be combined"),

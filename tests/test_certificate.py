@@ -130,6 +130,17 @@ def test_error_bound_of_a_gram_matrix_that_has_lost_digits(dtype, rng):
         assert true_error(G, g, sol.multipliers) <= float(sol.error_bound())
 
 
+@pytest.mark.parametrize(("dtype", "tilt", "known"), [("float64", 2e-9, False), ("float32", 1e-7, True)])
+def test_error_bound_of_rows_that_a_gram_matrix_takes_for_opposite(dtype, tilt, known, rng):
+    """Whether they oppose g is below the rounding of K, or in the part of g that its lower bound leaves out."""
+    for _ in range(60):
+        u, v, g = rng.standard_normal((3, 3))
+        G = np.array([u, -u + tilt * v])
+        K, b, gg = gram(G, g)
+        sol = solve_gram(K.astype(dtype), b.astype(dtype), np.asarray(gg) if known else None)
+        assert true_error(G, g, sol.multipliers) <= float(sol.error_bound())
+
+
 @pytest.mark.parametrize("gg", [0.0, 1.0])
 def test_a_squared_norm_below_its_lower_bound_has_underflowed(gg):
     sol = solve_gram(np.eye(2), np.array([-3.0, 1.0]), np.array(gg))

@@ -23,7 +23,10 @@ def flat(method="exact", **options):
 
 
 def one_block(G, g):  # not one array: (t, 5, d) would be a batch
-    metric, start = [torch.ones_like(g).cumsum(1)], torch.ones(3, dtype=g.dtype)
+    metric, start = (
+        [torch.ones_like(g).cumsum(1)],
+        torch.ones(3, dtype=g.dtype) * g.sum(),
+    )  # not differentiated
     return project([G * 1.0], [g * 1.0], metric=metric, warm_start=start)[0]
 
 
@@ -73,6 +76,7 @@ def test_options_are_checked():
         (lambda G, g: project([G], [g], margin=True), "must be a number"),
         (lambda G, g: project([G], [g], out=[g.float()]), "shape and dtype"),
         (lambda G, g: project([G, G], g), "both be one array"),
+        (lambda G, g: project([G[..., :1], G[..., 1:]], [g, g]), r"shapes \(t, \*shape\) in G"),
     ):
         with pytest.raises(Exception, match=message):
             torch.compile(bad, backend=BACKEND)(*problem())

@@ -11,6 +11,7 @@ import torch
 from devices import DEVICE
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gemproj
 from gemproj import PGD, combine, gram, project, solve_dual, solve_gram
@@ -244,6 +245,13 @@ def test_what_has_no_derivative_says_so():
     (G, g), out = problem(3, 7), torch.zeros(7, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"Only method 'exact' supports .*; method is PGD"):
         project(G, g, method=PGD())
+    for record in (torch.jit.trace, lambda call, given: make_fx(call)(*given)):
+        with pytest.raises(ValueError, match=r"Only method 'exact' supports .*traces; method is AGEM"):
+            record(lambda G, g: project(G, g, method="agem"), (G.detach(), g.detach()))
+    with forward_ad.dual_level():  # of the start alone, which does not change the solution
+        start = forward_ad.make_dual(torch.ones(3).double(), torch.ones(3).double())
+        x = project(G.detach(), g.detach(), method="agem", warm_start=start)
+    assert torch.equal(x, project(G.detach(), g.detach(), method="agem"))
     with pytest.raises(ValueError, match=r"out cannot be written under torch\.func, or while an"):
         project(G, g, out=out)
     with torch.no_grad():

@@ -88,6 +88,19 @@ def test_a_method_may_return_any_dtype(dtype, columns, rng):
     assert_close(project(G.T.copy().T if columns else G, g, method=Rounded()), expected, rtol=1e-12)
 
 
+def test_a_method_takes_no_integers_and_its_own_array_stays_its_own():
+    with pytest.raises(TypeError, match="b must have a real floating-point dtype; found int64"):
+        Exact()(np.eye(2), np.array([-1, -3]))
+    own = np.zeros(1)
+
+    def method(K, b, warm_start):
+        own[...] = -b / K[0]
+        return own
+
+    first, second = (solve_dual(np.eye(1), np.array([-n]), method=method) for n in (1.0, 5.0))
+    assert (float(first.multipliers[0]), float(second.multipliers[0])) == (1.0, 5.0)
+
+
 def test_pgd_is_algorithm_1_of_the_paper(rng):
     """Three steps in the space of the parameters, on normalised rows, warm started."""
     G, g = rng.standard_normal((4, 50)) * 10.0 ** rng.uniform(-2, 2, (4, 1)), rng.standard_normal(50)

@@ -129,6 +129,17 @@ def test_refined_problems_of_a_batch_stay_apart(host, options, rng):
         np.testing.assert_array_equal(host.project(G[i], g[i], **options), x)
 
 
+def test_a_batch_in_several_tiles_is_its_problems_one_by_one(host, rng, monkeypatch):
+    """The last tile is narrower, and is divided into problems as the first ones are."""
+    monkeypatch.setattr("gemproj._tiles._HOST_TILE", 64)
+    G, g = rng.standard_normal((10, 2, 100)), rng.standard_normal((10, 100))
+    for some in (slice(0, 10), slice(8, 9)):
+        G[some, 1] = -G[some, 0] + 1e-5 * rng.standard_normal(G[some, 0].shape)
+        G[: some.start, 1] = rng.standard_normal((some.start, 100))
+        for i, x in enumerate(host.project(G, g)):
+            np.testing.assert_array_equal(host.project(G[i], g[i]), x)
+
+
 @pytest.mark.parametrize("tilt", [1e-7, 1e-9])
 def test_the_error_bound_of_a_problem_does_not_depend_on_the_batch(host, tilt):
     """G of the first problem is read again to solve it, G of the second one only to bound its error."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, is_array, namespace, to_numpy
+from gemproj._checks import check_array
 from gemproj._tspace import clip
 
 
@@ -49,6 +50,8 @@ class Method:
 
     def __call__(self, K: Array, b: Array, warm_start: Array | None = None) -> Array:
         """Return the multipliers (..., t) for K (..., t, t) and b (..., t)."""
+        for name, a in ("K", K), ("b", b):
+            check_array(a, name)
         xp, device, dtype = namespace(b), device_of(b), b.dtype
         start = None if warm_start is None else clip(_wide(warm_start), None, None)
         wide = np.broadcast_to(_wide(b), np.broadcast_shapes(K.shape[:-1], b.shape)) + 0.0
@@ -98,7 +101,7 @@ def call(
             f"method {method!r} must return real multipliers of the type and shape of b, "
             f"{type(like).__name__} {tuple(like.shape)}; found {found}."
         )
-    lam = _wide(lam)
+    lam = np.array(_wide(lam))  # a copy: the function may use its array again
     if not np.isfinite(lam).all():
         raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
     return Outcome(lam, 0, int(Status.APPROXIMATE))
