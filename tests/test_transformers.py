@@ -216,6 +216,7 @@ def forms():
     loader = DataLoader(labelled, 4, collate_fn=DataCollatorForSeq2Seq(words))
     return {
         "texts": plain, "column": rows["text"], "dataset": rows, "conversations": talks,
+        "stream": rows.to_iterable_dataset(),
         "messages": [{"messages": one} for one in talks], "halves": halves, "loader": loader,
         "preferences": chosen, "prompts": [{"prompt": text} for text in plain], "judged": judged,
         "rated": [{"text": text, "label": 1, "labels": [0, 1]} for text in plain],
@@ -276,10 +277,10 @@ def test_texts_end_with_special_tokens_and_templates_write_their_own():
         (99, 2, [2, 1], [2, 3]),
     ):
         words.model_max_length = most
-        cut = pytest.warns(UserWarning, match="1 of 1 texts are longer than")
+        cut = pytest.warns(UserWarning, match="Texts that are longer than")
         with cut if len(ended) < 4 else nullcontext():
-            made = [examples(model, words, None, allowed).of([one])[0] for one in ("red green blue", talk)]
-        assert [one[TEXT]["input_ids"] for (one,) in made] == [ended, plain]
+            made = [examples(model, words, None, allowed).of([one])[0][0] for one in ("red green blue", talk)]
+        assert [one[TEXT]["input_ids"] for one in made] == [ended, plain]
 
 
 def test_texts_of_pandas_and_those_of_another_column():
@@ -287,13 +288,13 @@ def test_texts_of_pandas_and_those_of_another_column():
     made = examples(language_model(), tokenizer(WORDS), max_length=2, dataset_text_field="said")
     frame = pandas.DataFrame({"said": plain, "prompt": "red"}, index=range(3, 15))
     with pytest.warns(UserWarning, match="longer than 2 tokens"):
-        expected, *found = (made.of(data)[0] for data in (plain, frame, frame["said"]))
+        expected, *found = (list(made.of(data)[0]) for data in (plain, frame, frame["said"]))
     assert found == [expected, expected]
 
 
 def test_texts_end_where_the_model_has_no_more_positions():
     with pytest.warns(UserWarning, match="longer than 16 tokens"):
-        (one,), _ = examples(language_model("gpt2"), tokenizer(WORDS), max_length=99).of(["red " * 40])
+        one = examples(language_model("gpt2"), tokenizer(WORDS), max_length=99).of(["red " * 40])[0][0]
     assert len(one[TEXT]["input_ids"]) == 16
 
 
@@ -306,7 +307,7 @@ def test_an_encoder_decoder_reads_one_text_and_says_another():
         assert {name: batch[name][0].tolist() for name in expected} == expected
     for wrong in ("red", {"text": "red"}, {"prompt": "red"}, {"input_ids": [2]}):
         with pytest.raises(ValueError, match="so data needs what it reads and what it says"):
-            made.of([wrong])
+            made.of([wrong])[0][0]
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -319,10 +320,52 @@ class Stream(torch.utils.data.IterableDataset):
 
 def test_streams_are_kept_and_examples_that_the_collator_does_not_take_are_named(tmp_path):
     assert len(kept_by(Stream(), tmp_path, limit=8)[0].sets["kept"]) == 8
-    asked = [{"instruction": "red", "output": " blue"}] * 4
-    told = "makes no batch of examples with instruction, output: .* Pass .* prompt and completion, chosen"
-    with pytest.raises(ValueError, match=told):
-        kept_by(asked, tmp_path)
+    for asked in ({"instruction": "red", "output": " blue"}, {"sentence": "red", "label": 1}):
+        told = f"makes no batch of examples with {', '.join(asked)}: .* Pass .* prompt and completion, chosen"
+        with pytest.raises(ValueError, match=told):
+            kept_by([asked] * 4, tmp_path)
+
+
+class Many(torch.utils.data.Dataset):
+    """Twelve texts, and others beyond them."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, k):
+        self.read.append(k)
+        assert len(self.read) < 40
+        return texts()[k % 12]
+
+
+def test_of_a_data_set_of_texts_those_are_read_that_are_kept(tmp_path):
+    for limit, most in ((None, 13), (4, 5)):
+        data = Many()
+        assert len(kept_by(data, tmp_path, limit=limit)[0].sets["kept"]) == (limit or 12)
+        assert len(data.read) == most  # the first one twice
+
+
+@pytest.mark.parametrize("name", ["input_features", "input_values", "image", "images", "audio", "videos"])
+def test_texts_with_pictures_or_sounds_are_left_to_the_collator(name):
+    made, text = examples(language_model(), tokenizer(WORDS), DataLoader([0], collate_fn=list)), texts(1)[0]
+    for one in ({"text": text}, {"messages": [{"role": "user", "content": text}]}):
+        rows = [one | {name: [0.5], "labels": [2]}]
+        data, collate = made.of(rows)
+        assert collate(list(data)) == rows
+
+
+def test_pairs_of_a_data_set_are_left_to_the_collator():
+    pairs = torch.utils.data.TensorDataset(torch.arange(3), torch.arange(3))
+    data, collate = examples(language_model(), None, DataLoader([0], collate_fn=list)).of(pairs)
+    assert collate([data[1]]) == [pairs[1]]
+    odd = examples(
+        language_model(), None, DataLoader([0], collate_fn=DataCollatorForSeq2Seq(tokenizer(WORDS)))
+    )
+    with pytest.raises(ValueError, match="makes no batch of examples with tuple"):
+        odd.of(pairs)[1]([pairs[1]])
 
 
 @pytest.mark.parametrize("metric", ["eval_loss", "keep/kept/held_out"])
@@ -361,11 +404,11 @@ def test_columns_that_the_model_does_not_take_are_left_out_as_in_training():
         assert data[0].get(TEXT, data[0]).keys() == left
     odd = [{"input_ids": [2, 3]}, {"input_ids": [2, 3], "labels": [-100, 3]}]
     for data, text in (
-        (odd, "input_ids in the first one, and input_ids, labels in number 1"),
+        (odd, "input_ids in the first one, and input_ids, labels in another one"),
         (odd[::-1], "labels"),
     ):
         with pytest.raises(ValueError, match=f"the same columns in all examples; found .*{text}"):
-            examples(model, None, loader).of(data)
+            list(examples(model, None, loader).of(data)[0])
 
 
 @pytest.fixture

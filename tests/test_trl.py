@@ -1,5 +1,7 @@
 """TRL: the supervised fine-tuning of its documentation in one added argument, and preferences and rewards."""
 
+import json
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from models import flat, language_model, tokenizer
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
+from gemproj.integrations.texts import TEXT, Examples
 from gemproj.integrations.transformers import KeeperCallback
 from gemproj.torch import Promise
 from gemproj.torch.losses import Distillation, model_loss
@@ -91,6 +94,36 @@ def test_a_script_of_the_documentation_keeps_a_promise(promise, name, tmp_path):
         now, without = (drift(one.eval(), before.eval(), batches) for one in (model, forgetful))
         assert now < 0.0015
         assert without > 2 * now
+
+
+TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+ROWS = {
+    "text": {"prompt": "the cat", "completion": " sat on<end>"},
+    "merged at the border": {"prompt": "the ca", "completion": "t sat<end>"},
+    "empty": {"prompt": "", "completion": "the cat<end>"},
+    "conversation": {"prompt": TALK[:1], "completion": TALK[1:]},
+    "tools": {"messages": TALK, "tools": json.dumps([TOOL]), "chat_template_kwargs": {"thinks": True}},
+    "masks": {"input_ids": [2, 3, 4, 5], "completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 0]},
+}
+TEMPLATE = (
+    "{% if tools %}{{ 'mat road ' }}{% endif %}{% if thinks %}{{ 'up ' }}{% endif %}{% for m in messages %}"
+    "{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "only"), [*((name, None) for name in ROWS), ("text", False), ("masks", True)]
+)
+def test_labels_are_those_of_trl(name, only, tmp_path):
+    tokens, model = tokenizer([*WORDS, "user", "assistant"]), language_model()
+    tokens.chat_template = TEMPLATE
+    arguments = SFTConfig(str(tmp_path), **QUIET, max_length=12, bf16=False, completion_only_loss=only)
+    rows = Dataset.from_list([ROWS[name]] * 2)
+    trainer = SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokens)
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    made = Examples(model, tokens, arguments, None).of(rows)[0][0][TEXT]
+    assert made == {key: batch[key][0].tolist() for key in made}
 
 
 def words(start, n):

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from functools import reduce
+import json
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gemproj._warn import warn
-from gemproj.torch.data import Collate
+from gemproj.torch.data import STREAM, Collate, is_kind
 from gemproj.torch.references import positions_of
 
 # Longest kept text, in tokens, unless the training arguments set a length.
 _LONGEST = 1024
 # Columns of examples that are no texts any more, and those of texts in the formats of TRL.
-_COLUMNS = {"input_ids", "pixel_values"}
+_COLUMNS = {"input_ids", "pixel_values", "input_features", "input_values"}
+_COLUMNS |= {"image", "images", "audio", "audios", "video", "videos"}
 _TEXTS = [("messages",), ("text",), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",), ("prompt",)]
 # Key of the tokens of a text, which no collator of a Trainer knows, and the columns that it may have.
 TEXT, _TOKENS = "tokens of a text", {"input_ids", "labels", "attention_mask"}
+
+
+class _Made(Dataset[Any]):
+    """Examples that are made of data when they are read: of a sample, only the chosen ones are."""
+
+    def __init__(self, data: Any, make: Callable[[Any], Any]) -> None:
+        self.data, self.make = data, make
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, k: int) -> Any:
+        return self.make(self.data[k])
 
 
 class Examples:
@@ -40,57 +55,87 @@ class Examples:
         self.texts = [_TEXTS[0], (field,), *_TEXTS[1:]]
         self.labelled = getattr(model, "can_generate", bool)()
         self.encodes = self.labelled and getattr(model.config, "is_encoder_decoder", False)
-        self.cut = 0  # number of texts that were longer
-        takes = inspect.signature(base_of(model).forward).parameters
-        columns = {*takes, "label", "label_ids", *(args.label_names or ())}
-        self.columns = columns if args.remove_unused_columns else set()
+        self.answers = getattr(args, "completion_only_loss", True)  # of TRL; None is for texts only
+        self.cut = False  # whether a text was longer
+        takes = {*inspect.signature(base_of(model).forward).parameters}
+        labels = {"label", "label_ids", "labels", *(args.label_names or ())}
+        removes = args.remove_unused_columns
+        self.columns, self.inputs = (takes | labels, takes - labels) if removes else (set(), set())
 
     def of(self, data: Any) -> tuple[Any, Collate | None]:
         """Return data of a Trainer's user as `keep` takes it, with a collate function."""
         if isinstance(data, str):
             raise TypeError("data must be a list of texts; found one text. Pass [text].")
         data = listed(data)
-        batches = isinstance(data, DataLoader | Mapping | IterableDataset)
-        if batches or not hasattr(data, "__getitem__") or not len(data):
+        streams = isinstance(data, IterableDataset) or is_kind(data, STREAM)
+        indexed = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | Mapping)
+        if not (streams or (indexed and len(data))):
             return data, None
-        keys = data[0].keys() if isinstance(data[0], Mapping) else set()
+        first: Any = next(iter(data), None) if streams else data[0]
+        keys = first.keys() if isinstance(first, Mapping) else set()
         if keys >= {"role", "content"}:
             raise TypeError(
                 "data must be a list of conversations; found one conversation. Pass [conversation]."
             )
         parts = next((names for names in self.texts if keys >= set(names) and not keys & _COLUMNS), ())
-        first = data[0][parts[0]] if parts else data[0]
-        if isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping)):
+        said = first[parts[0]] if parts else first
+        if isinstance(said, str) or (isinstance(said, list) and said and isinstance(said[0], Mapping)):
             if self.tokenizer is None:
                 raise ValueError(
                     "data holds texts, and the trainer has no tokenizer: pass processing_class=."
                 )
-            self.cut = 0
-            said = ([one[name] for name in parts] if parts else [one] for one in data)
-            if not self.encodes:
-                said = ([reduce(add, some)] for some in said)
-            made = [self.of_tokens(*map(self.ids, some, ("text", "text_target"))) for some in said]
-            if self.cut:
-                warn(
-                    f"{self.cut} of {len(made)} texts are longer than {self.longest:,} tokens and are "
-                    "cut there. Pass tokens to keep longer ones, or set max_length in arguments of TRL."
-                )
-            return made, self
-        if not keys:
+            self.cut, make = False, partial(self.of_text, parts)
+            return map(make, data) if streams else _Made(data, make), self
+        if streams:
             return data, None
-        if keys & self.columns:  # otherwise the collator makes what the model takes
-            data = [{key: value for key, value in one.items() if key in self.columns} for one in data]
-            keys = data[0].keys()
-            odd = next((k for k, one in enumerate(data) if one.keys() != keys), None)
-            if odd is not None:
-                raise ValueError(
-                    f"data must have the same columns in all examples; found {', '.join(keys)} in the first "
-                    f"one, and {', '.join(data[odd]) or 'none'} in number {odd}."
-                )
+        if not keys:  # the elements of a list are batches
+            return data, self if self.collate and isinstance(data, Dataset) else None
+        row = self.row(first)
         own = {"input_ids"} if self.labelled else {"input_ids", "labels"}  # the collator may make labels
-        if own <= keys <= _TOKENS and {np.ndim(one) for one in data[0].values()} == {1}:
-            return [self.of_tokens(**one) for one in data], self
-        return data, None if self.collate is None else self
+        tokens = own <= row.keys() <= _TOKENS and {np.ndim(one) for one in row.values()} == {1}
+        if tokens or row is not first:
+            data = _Made(data, partial(self.of_row, row.keys(), tokens))
+        if tokens or self.collate:
+            return data, self
+        return data if row is first else [data[k] for k in range(len(data))], None
+
+    def of_text(self, parts: tuple[str, ...], one: Any) -> dict[str, Any]:
+        """Return a text, or these parts of a row, as an example; after a prompt, the answer has labels."""
+        said, about = ([one[name] for name in parts], one) if parts else ([one], {})
+        tools = about.get("tools")
+        options: dict[str, Any] = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+        options |= about.get("chat_template_kwargs") or {}
+        if self.encodes:
+            keys = ("text", "text_target")
+            return self.of_tokens(
+                *(self.ids(one, options, key) for one, key in zip(said, keys, strict=False))
+            )
+        whole, start = self.ids(reduce(add, said), options), 0
+        if len(said) > 1 and self.labelled and self.answers is not False:
+            prompt = self.ids(said[0], options | {"add_generation_prompt": True})
+            # A tokenizer may merge the end of the prompt with the answer.
+            start = [*(a == b for a, b in zip(prompt, whole, strict=False)), False].index(False)
+        return self.of_tokens(whole, [-100] * start + whole[start:] if start else None)
+
+    def row(self, one: Any) -> Any:
+        """Return the columns of an example that the model takes, with labels where masks of TRL have ones."""
+        names = ("assistant_masks", *["completion_mask"] * bool(self.answers))
+        masks = [one[name] for name in names if name in one]
+        if masks and self.labelled and "labels" not in one:
+            one = {**one, "labels": np.where(np.all(masks, axis=0), one["input_ids"], -100).tolist()}
+        if not self.inputs & one.keys():  # the collator makes what the model takes
+            return one
+        return {name: value for name, value in one.items() if name in self.columns}
+
+    def of_row(self, keys: Any, tokens: bool, one: Any) -> Any:
+        """Return an example with the columns `keys`, made of tokens if it has nothing else."""
+        found = self.row(one)
+        if found.keys() != keys:
+            raise ValueError(
+                f"data must have the same columns in all examples; found {', '.join(keys)} in the first "
+                f"one, and {', '.join(found) or 'none'} in another one."
+            )
+        return self.of_tokens(**found) if tokens else found
 
     def of_tokens(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
         """Return tokens as an example; an empty one has no label, and no position that counts."""
@@ -105,15 +150,20 @@ class Examples:
         example = {"input_ids": input_ids} | ({} if labels is None else {"labels": labels})
         return {TEXT: example if attention_mask is None else example | {"attention_mask": attention_mask}}
 
-    def ids(self, one: Any, key: str = "text") -> list[int]:
+    def ids(self, one: Any, template: Mapping[str, Any], key: str = "text") -> list[int]:
         """Return the tokens of a text or of a conversation, cut to the longest length."""
         plain = isinstance(one, str)
-        text = one if plain else self.tokenizer.apply_chat_template(one, tokenize=False)
+        text = one if plain else self.tokenizer.apply_chat_template(one, tokenize=False, **template)
         # A template writes its own special tokens.
         options = {key: text, "truncation": True, "add_special_tokens": plain}
         found = self.tokenizer(**options, max_length=self.longest + 1)["input_ids"]
         if len(found) > self.longest:
-            self.cut += 1
+            if not self.cut:
+                warn(
+                    f"Texts that are longer than {self.longest:,} tokens are cut there. Pass tokens to keep "
+                    "longer ones, or set max_length in arguments of TRL."
+                )
+            self.cut = True
             found = self.tokenizer(**options, max_length=self.longest)["input_ids"]
         return list(found) if text.strip() else []
 
@@ -123,9 +173,10 @@ class Examples:
             assert self.collate is not None
             try:
                 return self.collate(examples)
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                named = examples[0] if isinstance(examples[0], Mapping) else [type(examples[0]).__name__]
                 raise ValueError(
-                    f"The collator of the trainer makes no batch of examples with {', '.join(examples[0])}: "
+                    f"The collator of the trainer makes no batch of examples with {', '.join(named)}: "
                     f"{error!r}. Pass texts, conversations, collate=, or examples with messages, text, "
                     "prompt and completion, chosen, or input_ids and labels."
                 ) from error

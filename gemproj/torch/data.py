@@ -39,7 +39,7 @@ _DIVIDED = (
     "data set, the loader itself, or collate=."
 )
 # Hugging Face data sets, which are not subclasses of torch's data sets.
-_SET, _STREAM = "datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"
+_SET, STREAM = "datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"
 _DICTS = "datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"
 _LEAVES = (Tensor, str, int, float)  # frequent types of leaves, which need no further checks
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # immutable
@@ -92,7 +92,7 @@ def _lists(data: Any, collate: Collate | None) -> tuple[Iterator[list[Any]], Col
         elements = loader = _copied_loader(data)
         if loader.batch_sampler is not None and (collate is not None or _iterates_as_torch(loader)):
             return _of_loader(loader, collate)
-    if collate is None and not (_is_indexed(data) or is_kind(data, _SET, _STREAM)):
+    if collate is None and not (_is_indexed(data) or is_kind(data, _SET, STREAM)):
         return map(divided, elements), default_collate
     elements = (data[i] for i in range(len(data))) if _is_indexed(data) else iter(elements)
     return iter(lambda: list(itertools.islice(elements, 64)), []), collate or default_collate
