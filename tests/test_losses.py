@@ -71,6 +71,8 @@ def test_the_default_is_a_model_of_transformers():
     model = lambda labels, attention_mask: SimpleNamespace(logits=BEFORE)  # noqa: E731
     assert CrossEntropy()(model, BATCH).shape == (3,)
     assert [len(one) for one in Distillation().outputs(model, BATCH)] == [3, 5, 0]
+    pairs = lambda **batch: {"logits": BEFORE, "loss": None}  # noqa: E731
+    assert model_logits(pairs, BATCH) is BEFORE
     with pytest.raises(TypeError, match=r"model\(\*\*batch\)\.logits; found list"):
         CrossEntropy()(model, [BEFORE])
 
@@ -296,6 +298,8 @@ FEW, ONE_CLASS = Distillation(given, top=3), r"logits must have shape .* at leas
 CAUSAL = Model(config=SimpleNamespace(), can_generate=lambda: True, logits=BEFORE)
 SEVERAL = Model(config=SimpleNamespace(problem_type="multi_label_classification"), logits=BEFORE[:, 0])
 BOTH_WAYS = Model(config=SimpleNamespace(is_encoder_decoder=True), logits=BEFORE)
+NUMBERS = Model(config=SimpleNamespace(problem_type="regression"), logits=BEFORE[:, 0])
+DETECTOR = Model(logits=BEFORE, pred_boxes=BEFORE)
 
 
 def first_labels(batch):
@@ -319,6 +323,10 @@ def first_labels(batch):
         (lambda: Distillation(labels=CrossEntropy())(CAUSAL, BATCH, BEFORE), r"causal language model.* CrossEntropy\(shift=True\)"),
         (lambda: Distillation().outputs(SEVERAL, {}), "classes that exclude each other"),
         (lambda: Distillation().outputs(Model(logits=BEFORE[None]), {}), "classes that exclude each other"),
+        (lambda: Distillation().outputs(NUMBERS, {}), "For numbers, .* your own loss, such as a squared difference"),
+        (lambda: Distillation().outputs(Model(logits=BEFORE[:, 0]), {"labels": BEFORE[:, 0]}), "For numbers, .* your own loss"),
+        (lambda: Distillation().outputs(DETECTOR, {}), "Model also returns pred_boxes, .* pass a loss of your own"),
+        (lambda: Distillation(given)(NOW[:, 1:], {}, BEFORE), r"stored for \(3, 5\) positions, .* have \(3, 4\): .* Pass mask="),
         (lambda: Distillation().outputs(Model(), {}), r"model\(\*\*batch\) has no logits: Model"),
     ],
 )  # fmt: skip

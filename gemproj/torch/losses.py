@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,8 @@ from gemproj.torch.vector import mesh_of
 # The label that torch and transformers ignore.
 _IGNORED = -100
 _MASK = "attention_mask"
+# What detectors return beside logits.
+_MORE = ("pred_boxes", "pred_masks")
 # Of more classes than this, only some are stored by default, and logits are not copied.
 _MANY, _TOP = 1_000, 64
 # Largest logarithm of a ratio of probabilities in an estimate, so that its exponential is finite.
@@ -52,7 +55,13 @@ def _output_of(model: Any, batch: Batch, name: str) -> Any:
             f"{type(batch).__name__}. Pass {name}, a function of model and batch."
         )
     returned = model(**batch)
-    found = getattr(returned, name, None)
+    get = returned.get if isinstance(returned, Mapping) else partial(getattr, returned)
+    found, more = get(name, None), [one for one in _MORE if name == "logits" and get(one, None) is not None]
+    if more:
+        raise ValueError(
+            f"{type(model).__name__} also returns {', '.join(more)}, which a loss of its logits does not keep: "
+            "pass a loss of your own. To keep the classes alone, pass logits=, a function of model and batch."
+        )
     if found is None:
         keys = ", ".join(map(str, batch))
         raise ValueError(
@@ -274,6 +283,13 @@ class Distillation:
         logits, mask, examples = self._computed(model, batch)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        for leaf in tree_leaves(outputs) if mask is None else ():
+            if leaf.shape[:-1] != logits.shape[:-1]:
+                raise ValueError(
+                    f"Outputs were stored for {tuple(leaf.shape[:-1])} positions, and the logits have "
+                    f"{tuple(logits.shape[:-1])}: their number depends on the padding of the batch. Pass mask=, "
+                    "a function of the batch that returns which positions of the logits count."
+                )
         outputs = _at_positions(outputs, mask, examples)
         flat, at = logits.flatten(0, -2), _indices(mask)
         if isinstance(outputs, Tensor):
@@ -306,13 +322,13 @@ class Distillation:
         Raise if the classes do not exclude each other.
         """
         logits, field = _whole(self._logits(model, batch)), self._mask
-        kind = getattr(getattr(model, "config", None), "problem_type", None)
-        if self._logits is model_logits and (logits.ndim > 3 or kind == "multi_label_classification"):
+        if self._logits is model_logits and (logits.ndim > 3 or not _exclusive(model, batch)):
             raise ValueError(
                 f"logits must be of classes that exclude each other, in the last dimension; found "
                 f"{tuple(logits.shape)} of {type(model).__name__}. Pass logits=, a function of model and "
                 "batch: for images model(**batch).logits.movedim(1, -1), for labels that do not exclude each "
-                "other torch.stack([0 * z, z], -1) with their logits z, and mask=, a function to ones."
+                "other torch.stack([0 * z, z], -1) with their logits z, and mask=, a function to ones. For "
+                "numbers, as of a regression, pass your own loss, such as a squared difference."
             )
         shape = logits.shape[:-1]
         examples = _examples_of(batch, shape)
@@ -362,6 +378,14 @@ def _indices(mask: Tensor | None) -> Tensor | None:
 def _has_encoder(model: Any) -> bool:
     """Return whether a model of transformers is an encoder-decoder model."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def _exclusive(model: Any, batch: Batch) -> bool:
+    """Return whether a model of transformers has classes that exclude each other, not numbers."""
+    kind = getattr(getattr(model, "config", None), "problem_type", None)
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    numbers = isinstance(labels, Tensor) and labels.is_floating_point()
+    return kind == "single_label_classification" or (kind is None and not numbers)
 
 
 def _whole(logits: Any) -> Tensor:
