@@ -63,6 +63,21 @@ def test_batches_are_changed_by_hooks_as_for_training(of, hook, tmp_path):
     assert float(driver.keeper.last.losses.abs().max()) < 1e-6  # of the same batch, changed once
 
 
+def test_batches_that_are_kept_are_not_augmented(tmp_path):
+    seen = []
+
+    def augmented(module, batch, i):
+        seen.append(module.trainer.training)
+        return batch | {"x": torch.randn_like(batch["x"])} if module.trainer.training else batch
+
+    driver = Lightning(tmp_path, HELD)
+    type(driver.module).on_after_batch_transfer = augmented
+    driver.keep(batches(0), name="a")
+    driver.train(batches(1)[:WINDOW])
+    assert float(driver.keeper.last.losses.abs().max()) < 1e-6
+    assert seen.count(True) == WINDOW
+
+
 def test_a_trial_of_rates_leaves_what_waits(tmp_path):
     """A finder saves the state of callbacks before a trial, and loads it after it."""
     driver = Lightning(tmp_path, HELD)

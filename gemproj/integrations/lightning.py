@@ -48,7 +48,7 @@ class KeeperCallback(CallbackBase, Callback):
         What to keep when the first fit begins, as in `gemproj.torch.Keeper.keep`.
     promise : Promise or loss, optional
         As in `gemproj.torch.Keeper`. A loss is a function of a module and a batch from the dataloader, which
-        is converted and moved to the device as in training. A method of the module, such as
+        is converted and moved to the device as in validation. A method of the module, such as
         ``MyModule.loss``, is possible; ``training_step`` is not, because it logs.
     **options
         `on`, `method`, `look`, `project`, `microbatch` and `process_group` of `gemproj.torch.Keeper`.
@@ -177,9 +177,21 @@ class KeeperCallback(CallbackBase, Callback):
             # Hooks of the module or its data module may change their input in place.
             given = precision.convert_input(batch)
             batch = map_nested(lambda a: a.clone() if isinstance(a, torch.Tensor) else a, given)
-            batch = learner._on_before_batch_transfer(batch, 0)
-            batch = learner._apply_batch_transfer_handler(batch, device, 0)
+            with _validating(self._trainer):
+                batch = learner._on_before_batch_transfer(batch, 0)
+                batch = learner._apply_batch_transfer_handler(batch, device, 0)
             return function(module, batch, *outputs)
+
+
+@contextmanager
+def _validating(trainer: Any) -> Iterator[None]:
+    """Have hooks do what they do in validation: what they draw at random fits no stored output."""
+    stage = trainer.state.stage
+    trainer.validating = True
+    try:
+        yield
+    finally:
+        trainer.state.stage = stage
 
 
 @contextmanager
