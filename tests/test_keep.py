@@ -27,7 +27,7 @@ from models import (
 )
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.keeper import alike
@@ -595,6 +595,23 @@ def test_a_loader_that_is_kept_changes_nothing_of_a_training_that_only_watches(o
         return flat(model)
 
     assert torch.equal(train(False), train(True))
+
+
+class Drawn(Dataset):
+    """Points that are drawn when they are read."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, k):
+        return torch.randn(6, dtype=torch.float64), k % 3
+
+
+def test_a_data_set_that_draws_at_random_leaves_what_a_training_draws():
+    _, _, keeper = begin(EACH)
+    before = torch.get_rng_state()
+    keeper.keep(Drawn())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("on", ["gradient", "both"])

@@ -200,14 +200,14 @@ def _student(freedom: float) -> float:
 
 @contextmanager
 def undisturbed(data: Any) -> Iterator[None]:
-    """Restore the random states from which a loader draws the order of an epoch, for training."""
+    """Restore the random states from which a loader draws an order, and a data set what it does at random."""
     loads = isinstance(data, DataLoader)
     batches = getattr(data, "batch_sampler", None)
     holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(one, "generator", None) for one in holding if loads]
     states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
     try:
-        with torch.random.fork_rng(devices=[], enabled=loads):
+        with torch.random.fork_rng(devices=[]):
             yield
     finally:
         for one, state in states:
