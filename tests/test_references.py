@@ -1,6 +1,7 @@
 """Texts that a model writes itself, sets that are held out, and a teacher that stores nothing."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -133,7 +134,7 @@ def test_texts_fit_the_positions_of_the_model(chat):
     assert max(lengths) <= 32
 
 
-def test_a_cache_that_cannot_be_read_or_written_stops_nothing(tmp_path):
+def test_a_cache_that_cannot_be_read_or_written_stops_nothing(tmp_path, monkeypatch):
     model, words = tools()
     first = write(model, words, cache=tmp_path)
     (file,) = tmp_path.iterdir()
@@ -145,6 +146,13 @@ def test_a_cache_that_cannot_be_read_or_written_stops_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
     with pytest.warns(UserWarning, match="texts that the model wrote are not stored"):
         assert write(model, words, cache=file / "folder") == first
+
+    def homeless(path):
+        raise RuntimeError("no home directory")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.warns(UserWarning, match="are not stored, .*: no home directory"):
+        assert write(model, words, cache="~/folder") == first
 
 
 @pytest.mark.parametrize("answer", [[1], [2, 3, 4, 5, 6, 7, 8, 9, 1], [2] * 12, None])
@@ -409,8 +417,9 @@ def test_one_line(trainer, tmp_path):
     assert ["keep/references/held_out" in log for log in evaluated] == [True, True]
     assert callback.report().kept
     assert "references, 2 held out: " in repr(callback.report())
-    with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
-        trainer(tried[0], None, trainer.callback()).train()
+    for other in (None, pytest.importorskip("transformers").WhisperFeatureExtractor(feature_size=4)):
+        with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
+            trainer(tried[0], other, trainer.callback()).train()
     assert list((tmp_path / "gemproj").glob("references-*.json"))
 
 

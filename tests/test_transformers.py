@@ -292,10 +292,22 @@ def test_texts_of_pandas_and_those_of_another_column():
     assert found == [expected, expected]
 
 
-def test_texts_end_where_the_model_has_no_more_positions():
-    with pytest.warns(UserWarning, match="longer than 16 tokens"):
-        one = examples(language_model("gpt2"), tokenizer(WORDS), max_length=99).of(["red " * 40])[0][0]
-    assert len(one[TEXT]["input_ids"]) == 16
+@pytest.mark.parametrize(("kind", "most"), [("gpt2", 16), ("roberta", 14), ("gpt2 with a prompt", 12)])
+def test_texts_end_where_the_model_has_no_more_positions(kind, most):
+    name, _, prompt = kind.partition(" ")
+    model = language_model(name, **({"pad_token_id": 1, "is_decoder": True} if name == "roberta" else {}))
+    if prompt:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(
+            model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        )
+    with pytest.warns(UserWarning, match=f"longer than {most} tokens"):
+        one = examples(model, tokenizer(WORDS), max_length=99).of(["red " * 40])[0][0]
+    ids = one[TEXT]["input_ids"]
+    assert len(ids) == most
+    model(torch.tensor([ids]))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.tensor([[*ids, 2]]))
 
 
 def test_an_encoder_decoder_reads_one_text_and_says_another():
@@ -385,6 +397,13 @@ def test_held_out_losses_are_those_of_the_best_model_if_it_is_loaded(metric, tmp
     last, *before, end = found
     assert tuple(last) == tuple(end) == keeper.report()["kept"].held_out
     assert last == before[0] != before[1]
+
+
+def test_a_metric_of_which_less_is_better_is_not_taken_for_another():
+    for name in ("keep/kept/held_out", "eval_keep/kept/held_out"):
+        args = TrainingArguments(**QUIET, metric_for_best_model=name)
+        with pytest.raises(ValueError, match=r"Set greater_is_better=False"):
+            KeeperCallback(texts()).on_train_begin(args, None, None)
 
 
 def test_a_search_optimises_the_same_with_a_keeper(tmp_path):
@@ -490,9 +509,12 @@ def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
     keeper = KeeperCallback(texts(), Promise(Distillation(), tolerance=0.01))
     fine_tuning(model, keeper, tmp_path, DataCollatorWithPadding).train()
     assert keeper.report()["kept"].steps == 4
-    silent = KeeperCallback(promise=Promise(Distillation()))  # the model writes no texts
-    with pytest.warns(UserWarning, match="0 sets kept"):
-        fine_tuning(model, silent, tmp_path, DataCollatorWithPadding).train()
+    hears = language_model()
+    hears.main_input_name = "input_features"
+    for one, collate in ((model, DataCollatorWithPadding), (hears, DataCollatorForSeq2Seq)):
+        silent = KeeperCallback(promise=Promise(Distillation()))  # these models write no texts
+        with pytest.warns(UserWarning, match="0 sets kept"):
+            fine_tuning(one, silent, tmp_path, collate).train()
 
 
 def test_a_set_of_another_adapter_is_left_out(tmp_path):

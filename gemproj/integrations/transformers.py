@@ -57,7 +57,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     step then keeps their mean divergence below the tolerance of the promise, 0.05 nats by default. At an
     evaluation and at the end, the logs have the divergence on held-out examples, in a forward pass over them,
     as ``keep/references/held_out`` with ``held_out_low``, ``held_out_high`` and ``bound``; the Trainer's
-    ``metric_for_best_model`` may be one of them.
+    ``metric_for_best_model`` may be one of them, with ``greater_is_better=False``.
     For tasks one after another, pass the same callback to the trainer of each task, and then
     ``trainer.get_train_dataloader()`` to its `keep`.
 
@@ -90,7 +90,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     ------
     ValueError
         When training begins with Megatron-LM or FSDP1, which hide steps or parameters, or with DeepSpeed and
-        any `on` except "step"; or when it resumes from a checkpoint without ``keeper.pt``.
+        any `on` except "step", or with a held-out loss as a metric of which more is better; or when it
+        resumes from a checkpoint without ``keeper.pt``.
     """
 
     _usual = Promise(Distillation())
@@ -131,6 +132,12 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Attach to the optimizer, and keep what waits for a model."""
         _clip_again(args)
+        best = args.metric_for_best_model or ""
+        if best.removeprefix("eval_").startswith("keep/") and args.greater_is_better:
+            raise ValueError(
+                f"The least {best} is best, and greater_is_better is True, as for metrics by default. Set "
+                "greater_is_better=False in the arguments."
+            )
         before = self._training
         self._attach_prepared(model, optimizer)
         assert self._training is not None
@@ -170,16 +177,17 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         tokenizer, (model, _) = self._collate.tokenizer, unwrapped(self._training.model)
         if self._named["name"] in self.sets:
             return
-        if not getattr(model, "can_generate", bool)():
+        reads = getattr(model, "main_input_name", "input_ids")  # others hear or see
+        if not getattr(model, "can_generate", bool)() or reads != "input_ids":
             self._given = False  # so that a training without sets is told of
             return
-        if tokenizer is None:
+        if not hasattr(tokenizer, "eos_token_id"):
             raise ValueError(
                 "Without data the model writes what to keep, which needs its tokenizer: pass "
                 "processing_class=tokenizer to the trainer, or data to KeeperCallback."
             )
         rank, world = _place()
-        folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gemproj"
+        folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "gemproj"
         n = self._named["limit"] or max(_TEXTS_WRITTEN // world, _FEWEST)
         base = without_adapters(model) if has_teacher(self.promise.loss) else nullcontext()
         with self._training.vector().topology.agreement({}), base:

@@ -59,8 +59,8 @@ def _output_of(model: Any, batch: Batch, name: str) -> Any:
     found, more = get(name, None), [one for one in _MORE if name == "logits" and get(one, None) is not None]
     if more:
         raise ValueError(
-            f"{type(model).__name__} also returns {', '.join(more)}, which a loss of its logits does not keep: "
-            "pass a loss of your own. To keep the classes alone, pass logits=, a function of model and batch."
+            f"{type(model).__name__} also returns {', '.join(more)}, which a loss of its logits does not "
+            "keep: pass a loss of your own. For classes alone pass logits=, a function of model and batch."
         )
     if found is None:
         keys = ", ".join(map(str, batch))
@@ -287,8 +287,8 @@ class Distillation:
             if leaf.shape[:-1] != logits.shape[:-1]:
                 raise ValueError(
                     f"Outputs were stored for {tuple(leaf.shape[:-1])} positions, and the logits have "
-                    f"{tuple(logits.shape[:-1])}: their number depends on the padding of the batch. Pass mask=, "
-                    "a function of the batch that returns which positions of the logits count."
+                    f"{tuple(logits.shape[:-1])}: their number depends on the padding of the batch. Pass "
+                    "mask=, a function of the batch that returns which positions of the logits count."
                 )
         outputs = _at_positions(outputs, mask, examples)
         flat, at = logits.flatten(0, -2), _indices(mask)

@@ -98,8 +98,8 @@ def write_references(
     file = None if cache is None or empty else Path(cache) / f"references-{writer.key(settings)}.json"
     texts: list[dict[str, list[int]]] = []
     if file is not None:
-        with suppress(OSError, ValueError):  # there is none, or it is damaged
-            texts = json.loads(file.read_text())
+        with suppress(OSError, ValueError, RuntimeError):  # there is none, or no home, or it is damaged
+            texts = json.loads(file.expanduser().read_text())
     if topology.least(len(texts)):
         return texts
     found, answers, tried = dict[Any, Any](), set[Any](), 0  # each text once
@@ -132,11 +132,12 @@ def write_references(
     texts = [*found.values()][:n]
     if file is not None:
         try:
+            file = file.expanduser()
             file.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=file.parent) as folder:  # another process may read or write the file
                 (draft := Path(folder) / file.name).write_text(json.dumps(texts))
                 draft.replace(file)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             warn(f"The texts that the model wrote are not stored, so another run writes them again: {error}.")
     return texts
 
@@ -154,7 +155,13 @@ def tokenizer_of(processing: Any) -> Any:
 def positions_of(model: Any) -> int:
     """Return how many tokens a model takes, as far as its config says."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else sys.maxsize
+    if not (isinstance(most, int) and most > 0):
+        return sys.maxsize
+    # Models like RoBERTa number positions from the one after that of the padding on.
+    known = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = [module.padding_idx for module in known if getattr(module, "padding_idx", None) is not None]
+    prompt = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None) or 0
+    return most - max(padding, default=-1) - 1 - prompt
 
 
 def _is_of_use(said: list[int], shortest: int) -> bool:
