@@ -421,6 +421,8 @@ def test_columns_that_the_model_does_not_take_are_left_out_as_in_training():
     for removes, left in ((True, {"input_ids", "labels"}), (False, {"input_ids", "extra"})):
         data, _ = examples(model, None, loader, removes=removes).of([{"input_ids": [2, 3], "extra": 1}])
         assert data[0].get(TEXT, data[0]).keys() == left
+    data, _ = examples(model, None, loader).of([{"input_ids": [2, 3], "completion_mask": [0, 1]}])
+    assert data[0][TEXT]["labels"] == [-100, 3]  # without an option of TRL, too
     odd = [{"input_ids": [2, 3]}, {"input_ids": [2, 3], "labels": [-100, 3]}]
     for data, text in (
         (odd, "input_ids in the first one, and input_ids, labels in another one"),
