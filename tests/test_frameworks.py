@@ -80,7 +80,8 @@ PROMISES = {
     "both": (Promise(examples=None, weight=0.05), {"on": "both", "method": FISTA(steps=200)}),
     # Avalanche replaces losses.
     "distilled and tolerance": (Promise(SAID, tolerance=0.01, repair=0.5, examples=5), {}),
-    "tolerance of steps": (Promise(EACH, tolerance=0.0, examples=None), {"on": "step"}),
+    # The weight of a step counts as much as clipping leaves of the gradient.
+    "weight of steps": (Promise(EACH, tolerance=0.0, weight=0.5, examples=None), {"on": "step"}),
     "margin": (Promise(EACH, examples=3, weight=0.3), {"on": "gradient"}),
 }
 CASES = [

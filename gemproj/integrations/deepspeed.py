@@ -211,6 +211,12 @@ class ZeroStep(ProjectedStep):
             )
         super().check(on)
 
+    def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        zero = self.optimizer.zero
+        if zero.clip_grad > 0.0:
+            self.clips(zero.clip_grad, torch.as_tensor(zero._global_grad_norm))
+        super()._finish(optimizer, args, kwargs)
+
     def _moves(self) -> list[bool]:
         return [group is not None and bool(group["lr"]) for group in self._groups]
 

@@ -135,6 +135,9 @@ class KeeperCallback(CallbackBase, Callback):
         # After an overflow, the scaler takes no step. It reads the gradients, too.
         if not (scaled and not total_norm(pl_module.parameters()).isfinite()):
             self._steps[0].begin()
+            most = trainer.gradient_clip_val
+            if most and self.on != "gradient" and trainer.gradient_clip_algorithm != "value":
+                self._steps[0].clips(most, total_norm(pl_module.parameters()))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Log the numbers of the steps since the last log, when Lightning sends its own."""

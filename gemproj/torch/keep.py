@@ -205,6 +205,7 @@ def undisturbed(data: Any) -> Iterator[None]:
     batches = getattr(data, "batch_sampler", None)
     holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(one, "generator", None) for one in holding if loads]
+    found.append(getattr(data, "synchronized_generator", None))  # of Accelerate
     states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
     try:
         with torch.random.fork_rng(devices=[]):

@@ -484,7 +484,11 @@ class ProjectedStep:
         self.norm = total_norm(parameters)
         for some in _by_mesh(parameters):
             clip_grads_with_norm_(some, most, self.norm)
-        self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0)  # the factor of torch
+        self.clips(most, self.norm)
+
+    def clips(self, most: float, norm: Tensor) -> None:
+        """Note that a gradient of this norm is clipped: weights and penalties of a step are scaled alike."""
+        self._clipped = (most / (norm + 1e-6)).clamp(max=1.0)  # the factor of torch
 
     def _check_finite(self, rows: Rows | None) -> None:
         """Raise on all processes unless gradient and rows are finite; on a device, that would synchronise."""
