@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 from gemproj.torch import Keeper, Promise
+from gemproj.torch.keep import undisturbed
 from gemproj.torch.keeper import alike
 from gemproj.torch.losses import CrossEntropy, Distillation, model_loss
 
@@ -605,6 +606,15 @@ class Drawn(Dataset):
 
     def __getitem__(self, k):
         return torch.randn(6, dtype=torch.float64), k % 3
+
+
+def test_the_order_that_accelerate_draws_for_several_processes_stays():
+    loader = DataLoader([0])
+    loader.synchronized_generator = torch.Generator()
+    before = loader.synchronized_generator.get_state()
+    with undisturbed(loader):
+        torch.rand(1, generator=loader.synchronized_generator)
+    assert torch.equal(loader.synchronized_generator.get_state(), before)
 
 
 def test_a_data_set_that_draws_at_random_leaves_what_a_training_draws():

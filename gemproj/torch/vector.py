@@ -206,6 +206,11 @@ class ParameterVector:
         plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
         found = Processes(self.device, group, collective=self._sharded, plain=plain)
         meshes = [mesh for mesh in map(mesh_of, self.parameters) if mesh is not None]
+        if self._sharded and meshes[0].device_type != self.device.type:
+            raise ValueError(
+                f"Parameters are on {self.device.type}, and passes on {meshes[0].device_type}, as with "
+                "CPUOffloadPolicy: this is not supported. Shard without it."
+            )
         if self._sharded and max(mesh.size() for mesh in meshes) < found.world:
             raise ValueError(
                 f"Parameters are sharded over {meshes[0].size()} of {found.world} processes of the group; "
