@@ -185,7 +185,7 @@ class KeeperBase:
         if name not in self.sets:
             raise KeyError(f"no set is named {name!r}; found {list(self.sets)}")
         if self._training is not None:
-            with self._training.vector().topology.meeting("forget()", {"name of the set": name}):
+            with self._training.rows.vector.topology.meeting("forget()", {"name of the set": name}):
                 pass
         self.history.forget(name)
         self._forecast.forget(name)
