@@ -67,6 +67,8 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
     lists = [_blocks(a, g, name) for name, a in (("G", G), ("g", g), ("metric", metric))]
     # Blocks of g may have leading dimensions, for many gradients.
     skips = 1, lists[1][0].ndim - lists[0][0].ndim + 1, 0
+    if len(lists[0]) != len(lists[1]):
+        raise ValueError(f"g has {len(lists[1])} blocks but G has {len(lists[0])}.")
     for rows, vector in () if isinstance(g, Tensor) else zip(*lists[:2], strict=True):
         if rows.shape[1:] != vector.shape[skips[1] :]:
             raise ValueError(

@@ -32,6 +32,8 @@ LOST = 1e-14
 # Norm and right-hand side, relative to the largest norm and to the largest h or G g, below which a row cannot
 # contradict others.
 SLIGHT = 1e-15
+# A margin up to this times a row, of norm below 1e140, has a square.
+SAFE_MARGIN = 1e10
 # Maximum number of rows that an error names.
 NAMED = 12
 
@@ -137,7 +139,7 @@ def solve_gram(
     gg : array, shape (...), optional
         Squared norm of g, to which measures of error are relative. The default is its lower bound
         ``max(b_i^2 / K_ii)``, which also replaces a smaller value. Without a margin, the measures are then
-        never smaller than for the true norm.
+        never smaller than for the true norm, but for `error_bound` of nearly dependent rows in float32.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 
@@ -219,7 +221,7 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         sol = DualSolution(lam, measured.gram, bounds, steps, status, measured.eps)
         # A class derived from Exact need not return what it has solved, and quadprog adds a ridge.
         sol = sol._judged() if isinstance(method, Exact | Quadprog) else sol
-    if bounds.lower is not None:
+    if bounds.lower is not None and np.max(bounds.lower, initial=0.0) > SAFE_MARGIN:
         with np.errstate(over="ignore", invalid="ignore"):
             if not np.isfinite(sol.size()).all():
                 raise ValueError("margin is too large: the square of margin * |row| overflows. Lower it.")

@@ -172,6 +172,8 @@ def options_that_differ():
         keeper.keep([task(0, 9)], name="ab"[odd])
     with pytest.raises(ValueError, match="disagree on the name of the set"):
         keeper.forget("ab"[odd])
+    with expect(odd, KeyError, "no set is named 'c'"):
+        keeper.forget("ac"[odd])
     assert list(keeper.sets) == ["a", "b"]
 
 

@@ -390,6 +390,20 @@ def a_process_with_many_examples_counts_for_more_than_one_with_few():
             keeper.keep([part], Promise(told, examples=2, tolerance=0.1))
             take(model, optimizer, share(task(1, 8)))
             assert keeper.last.losses.tolist() == keeper.last.stored.tolist() == [0.75]
+    calls = []
+
+    def counted(model, batch):
+        calls.append(len(batch[0]))
+        return EACH(model, batch)
+
+    model = DistributedDataParallel(net())
+    optimizer, keeper = kept(model, [], counted)
+    for few in (1, 2, 3):  # of eight, so that each row has other weights
+        keeper.keep([share(task(few, 8), [8 - few, few])], Promise(counted, examples=1), name=few)
+    for _ in range(2):
+        calls.clear()
+        take(model, optimizer, share(task(1, 8)))
+    assert calls == [3]
 
 
 @check(2)

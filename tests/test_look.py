@@ -296,13 +296,18 @@ def test_after_rows_that_are_not_finite_the_next_step_looks(look):
     assert training.keeper._forecast.known.isfinite().all()
 
 
-def test_auto_may_be_chosen_in_the_middle_of_a_training():
+@pytest.mark.parametrize("before", [1, "auto"])
+def test_auto_may_be_chosen_in_the_middle_of_a_training(before):
+    """What it was told before a number of steps was chosen tells nothing of the rows now."""
     promise, worst = Promise(SAID, examples=None, tolerance=0.05), {}
     for look in (1, "auto"):
-        training = Training(1, sets={0: promise})
-        training.run(5)
+        training = Training(before, torch.optim.SGD, sets={0: promise})
+        training.run(30)
+        training.keeper.look = 1
+        training.optimizer.param_groups[0]["lr"] = 0.1
+        training.run(40)
         training.keeper.look = look
-        worst[look] = worst_excess(training, 100)
+        worst[look] = worst_excess(training, 60)
     assert_held(worst)
 
 
@@ -513,15 +518,19 @@ def test_what_is_known_of_a_row_stays_when_other_sets_come():
     assert old == pytest.approx([0.6, 0.4, 3.0, 0, 0, 0, 0.2])  # with its radius
 
 
-def test_on_a_device_a_look_is_asked_for_once(monkeypatch):
-    """There flags come a step late, when the look that they ask for may have been taken."""
+@pytest.mark.parametrize(
+    ("tolerance", "weight", "due"), [(1.0, 0.0, [True, False]), (torch.nan, 0.0, [True]), (1.0, 0.5, [True])]
+)
+def test_on_a_device_a_look_is_asked_for_once(tolerance, weight, due, monkeypatch):
+    """There flags come a step late, when the look that they ask for may have been taken; some are due always."""
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     forecast, rows, _ = begun(0.5, most=0.0)  # a look is due in every step
-    rows.vector.device, terms = torch.device("cuda"), SimpleNamespace(tolerance=torch.ones(1), weight=None)
-    found = [forecast.due(rows, terms, False)[0] for _ in range(6)]
-    assert found == [[True], [False]] * 3
+    rows.vector.device = torch.device("cuda")
+    terms = SimpleNamespace(tolerance=torch.tensor([tolerance]), weight=torch.tensor([weight]))
+    found = [forecast.due(rows, terms, False)[0][0] for _ in range(6)]
+    assert found == due * (6 // len(due))
 
 
 @pytest.mark.parametrize("fresh", [False, True])

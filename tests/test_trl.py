@@ -101,7 +101,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 ROWS = {
     "text": {"prompt": "the cat", "completion": " sat on<end>"},
     "merged at the border": {"prompt": "the ca", "completion": "t sat<end>"},
-    "empty": {"prompt": "", "completion": "the cat<end>"},
+    "empty": {"prompt": "", "completion": "the cat<end>", "tools": "which no template reads"},
     "conversation": {"prompt": TALK[:1], "completion": TALK[1:]},
     "tools": {"messages": TALK, "tools": json.dumps([TOOL]), "chat_template_kwargs": {"thinks": True}},
     "masks": {"input_ids": [2, 3, 4, 5], "completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 0]},

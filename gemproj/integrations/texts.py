@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -71,7 +72,8 @@ class Examples:
         indexed = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | Mapping)
         if not (streams or (indexed and len(data))):
             return data, None
-        first: Any = next(iter(data), None) if streams else data[0]
+        stream = iter(data) if streams else iter(())
+        first: Any = next(stream, None) if streams else data[0]
         keys = first.keys() if isinstance(first, Mapping) else set()
         if keys >= {"role", "content"}:
             raise TypeError(
@@ -85,7 +87,7 @@ class Examples:
                     "data holds texts, and the trainer has no tokenizer: pass processing_class=."
                 )
             self.cut, make = False, partial(self.of_text, parts)
-            return map(make, data) if streams else _Made(data, make), self
+            return map(make, chain([first], stream)) if streams else _Made(data, make), self
         if streams:
             return data, None
         if not keys:  # the elements of a list are batches
@@ -102,9 +104,11 @@ class Examples:
     def of_text(self, parts: tuple[str, ...], one: Any) -> dict[str, Any]:
         """Return a text, or these parts of a row, as an example; after a prompt, the answer has labels."""
         said, about = ([one[name] for name in parts], one) if parts else ([one], {})
-        tools = about.get("tools")
-        options: dict[str, Any] = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
-        options |= about.get("chat_template_kwargs") or {}
+        options: dict[str, Any] = {}
+        if not isinstance(said[0], str):  # columns of TRL for chat templates
+            tools, more = about.get("tools") or None, about.get("chat_template_kwargs")
+            options = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+            options |= more if isinstance(more, Mapping) else {}
         if self.encodes:
             keys = ("text", "text_target")
             return self.of_tokens(

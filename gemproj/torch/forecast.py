@@ -92,13 +92,13 @@ class Forecast:
         far = way * (1.0 + ahead / steps)
         safe = later + unsure(later, far) <= tolerance  # False for NaN
         flags = (far > most) | (steps + ahead > torch.where(safe, _MOST_STEPS, _MOST_PRESSED))
-        flags = flags | tolerance.isnan()
+        always = tolerance.isnan()
         if terms.weight is not None:  # then the row is a part of every step
-            flags = flags | (torch.as_tensor(terms.weight) > 0.0)
-        flags = torch.cat([flags, ~safe, flags.new_full((1,), whole)])
+            always = always | (torch.as_tensor(terms.weight) > 0.0)
+        flags = torch.cat([flags | always, ~safe, flags.new_full((1,), whole)])
         if topology.world > 1:  # rounding may differ between processes, and all must do the same
             flags = topology.sum_values(flags.to(square.dtype)) > 0.0
-        told = self._told(flags, len(rows), rows.vector.device) if late else flags
+        told = self._told(flags, always, rows.vector.device) if late else flags
         found = [True] * (len(flags) - 1) + [whole] if told is None or whole else told.tolist()
         if projects := any(found):
             rows.move(step, 2.0 * curvature)
@@ -106,13 +106,13 @@ class Forecast:
             self.known, self.age = torch.stack([now, curvature, error, variance, way, steps, most]), 0
         return None if found[-1] else found[: len(rows)], projects
 
-    def _told(self, flags: Tensor, t: int, device: torch.device) -> Tensor | None:
+    def _told(self, flags: Tensor, always: Tensor, device: torch.device) -> Tensor | None:
         """Return the flags of the step before, which have been on the host for long: nothing waits.
 
-        Of the t rows, those that this step computes by them are not asked for again by its own flags.
+        Rows that this step computes by them are not asked for again by its own flags, but `always`.
         """
-        had, event = self._copied, torch.cuda.Event()
-        flags[:t] &= flags.new_zeros(t) if had is None else ~had[2][:t]
+        had, event, t = self._copied, torch.cuda.Event(), len(always)
+        flags[:t] = always if had is None else (flags[:t] & ~had[2][:t]) | always
         self._copied = flags.to("cpu", non_blocking=True), event, flags
         event.record(torch.cuda.current_stream(device))
         if had is None:

@@ -80,11 +80,11 @@ class SharedPasses:
 
 
 def _kind(draw: Draw) -> Hashable:
-    """Return what rows of a pass have in common: loss, collation, number of examples and weight."""
+    """Return what rows of a pass have in common: loss, collation and number of examples."""
     # Torch's collate function would leave out what the first example lacks.
     made = draw.kept.collate
     alike = kind_of(draw.kept.examples[0]) if made is default_collate else id(made)
-    return id(draw.kept.promise.loss), alike, draw.kept.listed, len(draw.at), draw.weight
+    return id(draw.kept.promise.loss), alike, draw.kept.listed, len(draw.at)
 
 
 def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int) -> Plan | None:
@@ -168,10 +168,11 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
 
     own = [p.detach() for p in G.vector.parameters]
     gradients, (losses, values) = vmap(grad_and_value(scaled, has_aux=True), (None, 0))(own, given)
+    weights = losses.new_tensor([draw.weight for draw in draws])
     for gradient, part in zip(gradients, G.parts(first.k, t), strict=True):
-        part.copy_(gradient * first.weight)
+        part.copy_(gradient * weights.view(t, *[1] * (gradient.ndim - 1)))
     # A gradient of zeros may be that of no parameter.
-    return max(torch.finfo(p.dtype).eps for p in own), [], losses / G.scale * first.weight, values
+    return max(torch.finfo(p.dtype).eps for p in own), [], losses / G.scale * weights, values
 
 
 def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> Found:
@@ -215,7 +216,8 @@ def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outp
                 restored.callback(layer.__dict__.pop, "forward", None)  # before it is set, for Ctrl-C
                 layer.__dict__["forward"] = partial(forward, layer, own)
         values = call_loss(first.loss, model, batch, t * n, outputs)
-        losses = values.view(t, n).mean(1) * first.weight  # an error for the mean over all examples
+        losses = values.view(t, n).mean(1)  # an error for the mean over all examples
+        losses = losses * losses.new_tensor([draw.weight for draw in draws])
         elsewhere = torch.autograd.grad(losses.sum() * G.scale, G.vector.parameters, allow_unused=True)
     if any(gradient is not None for gradient in elsewhere):
         raise ValueError("a parameter is used outside of the layer that owns it")

@@ -182,11 +182,11 @@ class KeeperBase:
 
     def forget(self, name: Hashable) -> None:
         """Drop a set: its promise ends."""
-        if name not in self.sets:
-            raise KeyError(f"no set is named {name!r}; found {list(self.sets)}")
-        if self._training is not None:
-            with self._training.rows.vector.topology.meeting("forget()", {"name of the set": name}):
-                pass
+        topology = None if self._training is None else self._training.rows.vector.topology
+        facts = {"name of the set": name}
+        with nullcontext() if topology is None else topology.meeting("forget()", facts):
+            if name not in self.sets:
+                raise KeyError(f"no set is named {name!r}; found {list(self.sets)}")
         self.history.forget(name)
         self._forecast.forget(name)
         for kind, (names, lam) in self._warm.items():

@@ -221,7 +221,8 @@ class ProjectedStep:
             )
         if on != "gradient" and name in _UNFIT:
             raise ValueError(f"The steps of {name} cannot be projected: {_UNFIT[name]}. Use on='gradient'.")
-        if any(group.get("max_iter", 1) > 1 for group in self.optimizer.param_groups):
+        groups = self.optimizer.param_groups
+        if self._training.keeper.project and any(group.get("max_iter", 1) > 1 for group in groups):
             raise ValueError(
                 f"{name} takes up to max_iter steps in one, which are not projected singly. Use max_iter=1."
             )
@@ -459,7 +460,7 @@ class ProjectedStep:
         if len({float(rate) for _, rate in found}) < 2:
             return None
         for part, rate in found:
-            part.fill_(1.0 / float(rate))
+            part.fill_(min(1.0 / float(rate), torch.finfo(part.dtype).max))
         return self._vector.weights.whole
 
     def learning_rate(self) -> float:

@@ -222,6 +222,8 @@ class Training:
         rows.fill(inner, draws, list(sets), microbatch=keeper._microbatch, scale=scale, joint=self.joint)
         if keeper.look == "auto" and self.terms.tolerance is not None:
             keeper._forecast.take(rows, draws, self.terms.tolerance, fresh=due is None)
+        else:
+            keeper._forecast.names = []  # its models are not of these rows
 
     def _facts(self, sets: Iterable[KeptSet]) -> dict[str, Any]:
         """Return the facts that must be equal on all processes of a training."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gemproj._arrays import wide_dtype
 from gemproj.torch.processes import Processes
 
 
@@ -73,9 +74,9 @@ class ParameterVector:
 
     def rounding(self) -> Tensor:
         """Return by how much the rounding of the parameters changes a step, as a norm, shape (1,)."""
-        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self.parameters], device=self.device)
-        norms = torch.stack(torch._foreach_norm(self.before.parts)).to(eps)
-        square = (eps * norms).square().sum().reshape(1)
+        eps = [torch.finfo(p.dtype).eps for p in self.parameters]
+        norms = torch.stack(torch._foreach_norm(self.before.parts)).to(wide_dtype(torch, self.device))
+        square = (norms.new_tensor(eps) * norms).square().sum().reshape(1)
         return self.topology.sum_shards(square).sqrt()  # replicas may count more than once
 
     def split(self, vector: Tensor) -> list[Tensor]:
@@ -211,10 +212,11 @@ class ParameterVector:
                 f"Parameters are on {self.device.type}, and passes on {meshes[0].device_type}, as with "
                 "CPUOffloadPolicy: this is not supported. Shard without it."
             )
-        if self._sharded and max(mesh.size() for mesh in meshes) < found.world:
+        most = max((mesh.size() for mesh in meshes), default=found.world)
+        if most < found.world:
             raise ValueError(
-                f"Parameters are sharded over {meshes[0].size()} of {found.world} processes of the group; "
-                "how others share them is unknown. Make replicas with fully_shard, over a mesh of all."
+                f"Parameters are sharded over {most} of {found.world} processes of the group; how others "
+                "share them is unknown. Make replicas with fully_shard, over a mesh of all."
             )
         return found
 
