@@ -101,7 +101,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 ROWS = {
     "text": {"prompt": "the cat", "completion": " sat on<end>"},
     "merged at the border": {"prompt": "the ca", "completion": "t sat<end>"},
-    "empty": {"prompt": "", "completion": "the cat<end>", "tools": "which no template reads"},
+    "empty": {"prompt": "", "completion": "the cat<end>"},
     "conversation": {"prompt": TALK[:1], "completion": TALK[1:]},
     "tools": {"messages": TALK, "tools": json.dumps([TOOL]), "chat_template_kwargs": {"thinks": True}},
     "masks": {"input_ids": [2, 3, 4, 5], "completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 0]},
@@ -124,6 +124,13 @@ def test_labels_are_those_of_trl(name, only, tmp_path):
     batch = trainer.data_collator([trainer.train_dataset[0]])
     made = Examples(model, tokens, arguments, None).of(rows)[0][0][TEXT]
     assert made == {key: batch[key][0].tolist() for key in made}
+
+
+def test_tools_are_for_templates(tmp_path):
+    made, _ = Examples(language_model(), tokenizer(WORDS), SFTConfig(str(tmp_path), **QUIET), None).of(
+        [{"text": "the cat", "tools": "which no template reads"}]
+    )
+    assert len(made[0][TEXT]["input_ids"]) == 2
 
 
 def words(start, n):
