@@ -168,8 +168,10 @@ class Numba:
         lams = np.array(lam, np.float64).reshape((m, problem.t))
         made = [a if is_contiguous(a) else empty_as(a) for a in x]
         places = addresses(made)
-        unreadable = any(n and not at for n, at in zip(problem.sizes, places, strict=True))
-        if problem.is_torch and (unreadable or any(map(problem.xp.Tensor.is_neg, x))):
+        if problem.is_torch and (
+            any(map(problem.xp.Tensor.is_neg, x))
+            or any(n and not at for n, at in zip(problem.sizes, places, strict=True))
+        ):
             portable.combine(problem, lam, x)
             return
         if self.parts:
