@@ -23,10 +23,7 @@ def flat(method="exact", **options):
 
 
 def one_block(G, g):  # not one array: (t, 5, d) would be a batch
-    metric, start = (
-        [torch.ones_like(g).cumsum(1)],
-        torch.ones(3, dtype=g.dtype) * g.sum(),
-    )  # not differentiated
+    metric, start = [torch.ones_like(g).cumsum(1)], torch.ones(3, dtype=g.dtype)
     return project([G * 1.0], [g * 1.0], metric=metric, warm_start=start)[0]
 
 
@@ -58,6 +55,13 @@ def test_one_graph_with_the_numbers_and_gradients_of_eager_mode(call):
         expected, found = (torch.autograd.grad(f(*leaves).pow(3).sum(), leaves) for f in (call, compiled))
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
         assert all(a.abs().max() > 1e-3 for a in found)
+
+
+def test_a_start_that_requires_a_gradient_is_a_constant():
+    start, factor = (torch.ones(n, dtype=torch.float64, requires_grad=True) for n in (3, 1))
+    call = torch.compile(lambda G, g, start: project([G], [g], warm_start=start)[0], backend=BACKEND)
+    (call(*problem(), start) * factor).sum().backward()
+    assert start.grad is None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch looks at where a graph breaks

@@ -148,11 +148,7 @@ class Processes:
 
     def sum_distinct(self, values: Tensor) -> Tensor:
         """Sum values over processes; equal ones, as of equal examples in tensor parallelism, count once."""
-        if self.group is None:
-            return values
-        everyone = [torch.empty_like(values) for _ in range(self.world)]
-        dist.all_gather(everyone, values, group=self.group)
-        return torch.unique(torch.stack(everyone), dim=0).sum(0)
+        return values if self.group is None else torch.unique(self._all(values), dim=0).sum(0)
 
     def _compare(self, facts: Mapping[str, Any], failed: bool = False) -> None:
         if self.group is None:
@@ -173,10 +169,13 @@ class Processes:
     def _gather(self, counts: Sequence[int]) -> list[list[int]]:
         if self.group is None:
             return [list(counts)]
-        mine = torch.tensor(list(counts), dtype=torch.int64, device=self._device)
+        return self._all(torch.tensor(list(counts), dtype=torch.int64, device=self._device)).tolist()
+
+    def _all(self, mine: Tensor) -> Tensor:
+        """Return the values of all processes, one row for each."""
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine, group=self.group)
-        return torch.stack(everyone).tolist()
+        return torch.stack(everyone)
 
 
 def everyone() -> Any:
