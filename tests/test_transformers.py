@@ -202,6 +202,16 @@ def fine_tuning(model, keeper, folder, collate=DataCollatorForSeq2Seq):
     )  # fmt: skip
 
 
+class Once(torch.utils.data.IterableDataset):
+    """A stream that can be read once."""
+
+    def __init__(self, data):
+        self.left = iter(data)
+
+    def __iter__(self):
+        return self.left
+
+
 def forms():
     """Return the same texts as all forms in which they may be kept."""
     datasets, words = pytest.importorskip("datasets"), tokenizer(WORDS)
@@ -221,6 +231,8 @@ def forms():
         "preferences": chosen, "prompts": [{"prompt": text} for text in plain], "judged": judged,
         "rated": [{"text": text, "label": 1, "labels": [0, 1]} for text in plain],
         "tokenised": tokens, "tokenised dataset": datasets.Dataset.from_list(labelled),
+        "tokenised stream": datasets.Dataset.from_list(labelled).to_iterable_dataset(),
+        "tokens read once": Once(tokens),
     }  # fmt: skip
 
 

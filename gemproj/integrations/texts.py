@@ -74,6 +74,10 @@ class Examples:
             return data, None
         stream = iter(data) if streams else iter(())
         first: Any = next(stream, None) if streams else data[0]
+
+        def made(make: Any) -> Any:  # of a stream that may be read once
+            return map(make, chain([first], stream)) if streams else _Made(data, make)
+
         keys = first.keys() if isinstance(first, Mapping) else set()
         if keys >= {"role", "content"}:
             raise TypeError(
@@ -86,17 +90,17 @@ class Examples:
                 raise ValueError(
                     "data holds texts, and the trainer has no tokenizer: pass processing_class=."
                 )
-            self.cut, make = False, partial(self.of_text, parts)
-            return map(make, chain([first], stream)) if streams else _Made(data, make), self
-        if streams:
-            return data, None
+            self.cut = False
+            return made(partial(self.of_text, parts)), self
         if not keys:  # the elements of a list are batches
-            return data, self if self.collate and isinstance(data, Dataset) else None
+            return data, self if self.collate and isinstance(data, Dataset) and not streams else None
         row = self.row(first)
         own = {"input_ids"} if self.labelled else {"input_ids", "labels"}  # the collator may make labels
         tokens = own <= row.keys() <= _TOKENS and {np.ndim(one) for one in row.values()} == {1}
+        if streams and not tokens:
+            return data, None
         if tokens or row is not first:
-            data = _Made(data, partial(self.of_row, row.keys(), tokens))
+            data = made(partial(self.of_row, row.keys(), tokens))
         if tokens or self.collate:
             return data, self
         return data if row is first else [data[k] for k in range(len(data))], None
