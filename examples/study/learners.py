@@ -205,7 +205,7 @@ class OneTask(Reference):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.random = torch.Generator().manual_seed(0)
+        self.random = torch.Generator().manual_seed(setup.seed)
 
     def draw(self) -> Batch:
         """Draw a task, and as many of its examples as other methods take of all tasks together."""

@@ -46,17 +46,18 @@ def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
 def protocol(wanted: str | None) -> list[str]:
     """Return the options of the paper's protocol, on the small backbone if GPT-2 medium is not available."""
     named = wanted or os.environ.get(VARIABLE)
-    try:
-        backbone.locate(named or MEDIUM)
-    except command.SetupError as error:
-        if named:
-            raise
-        print(f"The same protocol on the small backbone: {error}")
-        seeds, methods = ",".join(map(str, paper_report.SEEDS)), ",".join(config.PAPER.methods)
-        # Longer articles, and finer measurements, than in the quick preset.
-        finer = ["--max-length", "48", "--eval-interval", "10", "--eval-rows", "160", "--probe-interval", "4"]
-        return ["--preset", "quick", "--seeds", seeds, "--methods", methods, *finer]
-    return ["--preset", "paper", "--backbone", named or MEDIUM]
+    if named != "small":
+        try:
+            backbone.locate(named or MEDIUM)
+            return ["--preset", "paper", "--backbone", named or MEDIUM]
+        except command.SetupError as error:
+            if named:
+                raise
+            print(f"The same protocol on the small backbone: {error}")
+    seeds, methods = ",".join(map(str, paper_report.SEEDS)), ",".join(config.PAPER.methods)
+    # Longer articles, and finer measurements, than in the quick preset.
+    finer = ["--max-length", "48", "--eval-interval", "10", "--eval-rows", "160", "--probe-interval", "4"]
+    return ["--preset", "quick", "--seeds", seeds, "--methods", methods, *finer]
 
 
 def write(out: Path) -> list[Path]:
