@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from models import (
@@ -195,9 +196,29 @@ def test_a_training_that_the_keeper_does_not_see_is_told_at_the_next_keep():
     keeper.keep([task(1)])
     keeper.keep([task(2)])
     unlearn(model, sgd(model.parameters(), 0.1), task(0), 1)
-    with pytest.warns(UserWarning, match="optimizer of this keeper took no step: .* new.sets.update"):
-        keeper.keep([task(3)])
-    keeper.keep([task(4)])
+    for look in (lambda: keeper.keep([task(3)]), keeper.report):
+        with pytest.warns(UserWarning, match="optimizer of this keeper took no step: .* new.sets.update"):
+            look()
+        keeper.keep([task(4)])
+        unlearn(model, sgd(model.parameters(), 0.1), task(0), 1)
+
+
+def test_a_loss_that_differentiates_and_names_of_numpy_are_kept():
+    """The residual of a differential equation needs a graph, also where no gradient is wanted."""
+
+    def residual(model, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum(1)
+
+    model, optimizer, keeper = begin(Promise(residual, examples=4, tolerance=1.0))
+    for name in np.unique([3, 1]):
+        keeper.keep([task(int(name))[0]], name=name, hold_out=0.25)
+    take(model, optimizer, task(2))
+    assert keeper.report().kept
+    assert [one["name"] for one in through_a_file(keeper.state_dict())["sets"]] == [1, 3]
+    with pytest.raises(ValueError, match="No example of set 5 has a label"):
+        keeper.keep([(task(0)[0], torch.full((12,), -100))], EACH, name=5)
 
 
 @pytest.mark.parametrize(
@@ -340,10 +361,8 @@ def test_a_run_that_keeps_nothing_and_moving_statistics_are_told():
     keeper.remove()
     keeper = Keeper(model, optimizer, loss)  # the first task of a stream, whose promise is given
     take(model, optimizer, task(0))
-    keeper.remove()
-    keeper = Keeper(model, optimizer, loss)
     keeper.keep([task(0)])
-    with pytest.warns(UserWarning, match="layers, such as '1', move their running statistics"):
+    with pytest.warns(UserWarning, match=r"Layers such as '1' \(1 of them\) move their running"):
         take(model, optimizer, task(1))
     for quiet in (model[1].eval, lambda: setattr(model[1].train(), "momentum", 0.0)):
         quiet()

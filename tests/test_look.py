@@ -121,6 +121,32 @@ def test_the_bound_is_held_as_with_a_look_in_every_step(make, rate, on):
     assert worst_excess(Training(1, make, rate, sets, on=on, project=False), 150) > 0.1
 
 
+def test_what_is_new_is_learned_where_few_of_the_examples_are_drawn():
+    """Another draw has a larger loss than the last one; that is no curvature, which would take steps back."""
+
+    def learn(model, x, labels, steps, look=None):
+        optimizer = torch.optim.AdamW(model.parameters())
+        if look:
+            keeper = Keeper(model, optimizer, look=look)
+            keeper.keep([old], Promise(Distillation(lambda model, x: model(x)), tolerance=0.05))
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = 0.01 * (1.0 - step / steps)
+            some = torch.randint(len(x), (16,))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[some]), labels[some]).backward()
+            optimizer.step()
+        return nn.functional.cross_entropy(model(x), labels).item()
+
+    learned = {1: 0.0, "auto": 0.0}
+    for look, seed in itertools.product(learned, (1, 2)):
+        torch.manual_seed(seed)
+        old, new = torch.randn(60, 8) - 1.0, torch.randn(400, 8) + 0.5
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+        learn(model, old, old[:, :4].argmax(1), 200)
+        learned[look] += learn(model, new, (new[:, :4] + 0.7 * new[:, 4:]).argmax(1), 200, look)
+    assert learned["auto"] < 1.4 * learned[1]
+
+
 @pytest.mark.parametrize("steps_back", [(), (70, 140)], ids=["on and on", "weights set back"])
 def test_the_bound_is_held_by_a_long_training_that_presses_against_it(steps_back):
     """Old curvatures tell nothing of the next ones; the excess is that of three seeds, on average."""
@@ -221,17 +247,6 @@ def test_rows_of_some_sets_are_those_of_all_sets_also_in_a_shared_pass():
     torch.testing.assert_close(rows.losses[some], losses[some])
     assert rows.ages == [0, 0, 5, 0]
     assert rows.unsure.tolist() == [0, 0, 1, 0]  # losses that were computed are sure
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_move_against_a_step(dtype):
-    rows = Rows(SimpleNamespace(d=2, dtype=dtype, device=torch.device("cpu")))
-    rows.buffer, rows.names, rows.norms = torch.ones(3, 2, dtype=dtype), ["a", "b"], torch.ones(2)
-    step = torch.tensor([1.0, -2.0], dtype=dtype) / 1024
-    rows.move(step, torch.tensor([512.0, 1e6]).double())
-    assert rows.buffer[[0, 2]].tolist() == [[0.5, 2.0], [1.0, 1.0]]
-    assert rows.G.isfinite().all()
-    assert rows.norms is None
 
 
 def test_a_tolerance_of_zero_is_held_as_with_a_look_in_every_step():
@@ -380,17 +395,15 @@ def test_the_curvature_of_a_loss_that_curves_alike_in_all_directions_is_learned(
     assert len(errors) > 200
 
 
-def test_with_the_right_curvature_losses_and_rows_are_exact():
+def test_with_the_right_curvature_losses_are_exact_up_to_the_next_projected_step():
     told = modelled = 0
-    for step, (keeper, before, error) in enumerate(quadratic(60)):
+    for step, (keeper, _, error) in enumerate(quadratic(60)):
         if step == 5:
             keeper._forecast.known[1], keeper._forecast.known[2] = 1.0, 0.0
         told = told or (step if step > 5 and error is None else 0)  # the look from which this is used
-        if told and step > told and error is not None:
+        if told and step > told and error is not None and keeper._forecast.known[4] == 0.0:
             assert error < 1e-9
             modelled += 1
-            if keeper._forecast.age == 0:  # the step was projected
-                torch.testing.assert_close(keeper.rows.G, 2.0 * before, rtol=1e-7, atol=1e-9)
     assert modelled > 20
 
 
@@ -402,7 +415,7 @@ class Modelled:
         self.names = list("abc")[: len(losses)]
         alone = SimpleNamespace(world=1)
         self.vector = SimpleNamespace(device=torch.device("cpu"), topology=alone, read_step=lambda: None)
-        self.unsure = self.moved = None
+        self.unsure = None
         self.variance = 0.0  # of the losses of the drawn examples
 
     def __len__(self):
@@ -410,9 +423,6 @@ class Modelled:
 
     def products(self, step):
         return torch.tensor(0.01, dtype=torch.float64), torch.full_like(self.losses, -self._rise)
-
-    def move(self, step, curvature):
-        self.moved = curvature
 
     def squares(self, draws):
         return self.losses**2 + self.variance
@@ -431,15 +441,15 @@ def begun(loss, rise=0.01, curvature=0.0, error=0.0, most=0.2, age=5, weight=Non
 @pytest.mark.parametrize(
     ("known", "due", "projects"),
     [
-        ({"loss": 0.5, "rise": 0.37}, False, False),  # .944 after the next step, and a twentieth
-        ({"loss": 0.5, "rise": 0.38}, False, True),  # .956
-        ({"loss": 0.5, "rise": 0.0, "curvature": 31.0}, False, False),  # 31 * .12^2
-        ({"loss": 0.5, "rise": 0.0, "curvature": 32.0}, False, True),
-        ({"loss": 0.6, "rise": -0.1, "curvature": 31.0}, False, False),  # which does not fall on
-        ({"loss": 0.6, "rise": -0.1, "curvature": 32.0}, False, True),
-        ({"loss": 0.5, "rise": 0.0, "error": 32.0}, False, False),
-        ({"loss": 0.5, "rise": 0.0, "error": 34.0}, False, True),
-        ({"loss": -0.5, "error": 100.0}, False, False),
+        ({"loss": 0.5, "rise": 0.34}, False, False),  # .908 after the next step, and a tenth
+        ({"loss": 0.5, "rise": 0.35}, False, True),  # .92
+        ({"loss": 0.5, "rise": 0.0, "curvature": 28.0}, False, False),  # 28 * .12^2
+        ({"loss": 0.5, "rise": 0.0, "curvature": 29.0}, False, True),
+        ({"loss": 0.6, "rise": -0.1, "curvature": 28.0}, False, False),  # which does not fall on
+        ({"loss": 0.6, "rise": -0.1, "curvature": 29.0}, False, True),
+        ({"loss": 0.5, "rise": 0.0, "error": 31.0}, False, False),
+        ({"loss": 0.5, "rise": 0.0, "error": 32.0}, False, True),
+        ({"loss": -0.5, "error": 90.0}, False, False),
         ({"loss": 0.5, "most": 0.121}, False, False),  # the next step ends at .12
         ({"loss": 0.5, "most": 0.119}, True, True),
         ({"loss": 0.5, "age": MOST - 1}, False, False),
@@ -455,14 +465,13 @@ def test_when_a_row_is_computed_and_when_a_step_is_projected(known, due, project
     curvature, error = known.get("curvature", 0.0), known.get("error", 0.0)
     now = known["loss"] + known.get("rise", 0.01) + 0.01 * curvature
     assert float(rows.losses) == pytest.approx(now)
-    if projects:  # the rows move with the weights that are copied
-        assert float(rows.moved) == 2.0 * curvature
-        assert float(rows.unsure) == pytest.approx(0.01 * error + 0.05 * abs(now))
+    if projects:
+        assert float(rows.unsure) == pytest.approx(0.01 * error + 0.1 * abs(now))
         expected = [now, curvature, error, 0.0, 0.1, known.get("age", 5), known.get("most", 0.2)]
         assert forecast.known[:, 0].tolist() == pytest.approx(expected)
         assert forecast.age == 0
     else:
-        assert rows.moved is None
+        assert rows.unsure is None
         assert forecast.age == known.get("age", 5)
 
 

@@ -122,6 +122,7 @@ CALLS = [
     (lambda: rows([LOSS, LOSS.detach()], [LOSS]), ValueError, "loss 1 is a tensor of shape.*requires_grad=False"),
     (lambda: rows([LOSS.expand(2)], [LOSS]), ValueError, r"loss 0 is a tensor of shape \(2,\)"),
     (lambda: rows([1.0], [LOSS]), ValueError, "loss 0 is float"),
+    (lambda: rows([LOSS], [LOSS + 0.0]), ValueError, "losses depend on none of the parameters. Pass"),
     (lambda: rows([], [LOSS]), ValueError, "holds no loss; an iterator can be read only once"),
     (lambda: rows([LOSS], []), ValueError, "parameters holds no parameter"),
     (lambda: rows([LOSS], [torch.ones(2)]), ValueError, r"parameter 0, of shape \(2,\), does not"),

@@ -240,6 +240,36 @@ def test_a_refused_step_leaves_weights_state_and_statistics(on, bad):
     assert keeper.report()["old"].steps == 4
 
 
+def test_a_refused_step_takes_its_clipping_along_and_a_loss_that_is_not_finite_is_named():
+    faults = []
+
+    def faulty(model, batch):
+        return EACH(model, batch) + sum(torch.tensor(float("nan")) for _ in faults)
+
+    model, optimizer, keeper = begin(faulty, {"old": task(1)})
+    optimizer.zero_grad()
+    loss(model, conflict()).backward()
+    keeper.clip_grad_norm_(1e-6)
+    faults.append(1)
+    with pytest.raises(ValueError, match="loss of the kept examples of 'old' is not finite"):
+        optimizer.step()
+    faults.clear()
+    _, step = take(model, optimizer, conflict())
+    assert step.norm() > 1e-3
+
+
+def test_a_gradient_is_projected_for_the_parameters_that_move():
+    """Those of a group without a rate do not help to keep the loss at its bound."""
+    model, batch = perceptron(), task(1)
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups)
+    keeper = Keeper(model, optimizer, on="gradient")
+    keeper.keep([batch], Promise(EACH, examples=None, tolerance=0.01), name="old")
+    for _ in range(200):
+        take(model, optimizer, rival(batch))
+    assert abs(keeper.last.excess) < 1e-4
+
+
 def test_one_large_gradient_does_not_end_a_training_with_adam():
     """Its square fits into the moment, and not the moment without its bias."""
     model, make = perceptron(torch.float32), partial(torch.optim.Adam, lr=0.01)

@@ -1,17 +1,16 @@
-"""Models of losses between looks, for ``look="auto"``, which stand for rows that are not computed.
+"""Models of losses between looks, for ``look="auto"``.
 
-A look computes the loss and the row of a set. After a way u from there they are modelled by::
+A look computes the loss and the row of a set. After a way u from there the loss is modelled by
+``loss + row . u + c |u|^2``. The next look finds the error of the model, and a part of it is put down to the
+curvature c. Right after storing, the divergence from stored outputs is zero, and so are its row and c: looks
+follow each other until c is known.
 
-    loss + row . u + c |u|^2    and    row + 2 c u,
-
-which is exact for a loss that curves alike in all directions. The next look finds the error of the model, and
-a part of it is put down to the curvature c. Right after storing, the divergence from stored outputs is zero,
-and so are its row and c: looks follow each other until c is known.
-
-A step in which no loss may pass its bound is left alone. Others are projected with the modelled rows, and
-with losses that are larger than modelled by the expected error: it grows with the square of the way, as it
-did before the last looks. As in a trust region method, the next look comes before this error is large, and
-after at most twice the way. What a mean of few drawn examples is off by is no error of the model.
+A step in which no loss may pass its bound is left alone. Others are projected with the rows of the last
+looks, and with losses that are larger than modelled by the expected error: it grows with the square of the
+way, as it did before the last looks. (A model of the row, ``row + 2 c u``, which is exact for a loss that
+curves alike in all directions, takes steps back, and what they have learned, where it is not.) As in a trust
+region method, the next look comes before the error is large, and after at most twice the way. What a mean of
+few drawn examples is off by is no error of the model.
 
 No copy of weights is needed: whenever a step is projected, weights are copied, and the model moves there.
 """
@@ -34,7 +33,7 @@ _MOST_STEPS, _MOST_PRESSED = 64, 8
 _CURVED, _LEFT = 0.3, 0.85
 # Errors are relative to the loss, or to this fraction of the tolerance if that is more. The largest error
 # that is accepted, and a share of the loss that is added to every error.
-_SMALL, _ACCEPTED, _MARGIN = 0.1, 0.05, 0.05
+_SMALL, _ACCEPTED, _MARGIN = 0.1, 0.05, 0.1
 # Error of a mean of drawn examples, in standard errors; weight of a look in the mean of their variances.
 _DRAWN, _POOLED = 3.0, 0.2
 # Weights that are so many times farther away than the next look were set, as by a checkpoint.
@@ -70,8 +69,8 @@ class Forecast:
     def due(self, rows: Rows, terms: Any, whole: bool) -> tuple[list[bool] | None, bool]:
         """Return which rows are computed again in a step that begins, and whether the step is projected.
 
-        The losses of all rows become those of their models, and if the step is projected, so do rows. None
-        stands for all rows, as if they were new, which is so where any process says `whole`.
+        The losses of all rows become those of their models. None stands for all rows, as if they were new,
+        which is so where any process says `whole`.
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
         excess, curvature, error, variance, since, steps, most = self.known
@@ -101,7 +100,6 @@ class Forecast:
         told = self._told(flags, always, rows.vector.device) if late else flags
         found = [True] * (len(flags) - 1) + [whole] if told is None or whole else told.tolist()
         if projects := any(found):
-            rows.move(step, 2.0 * curvature)
             rows.unsure = unsure(now, way)
             self.known, self.age = torch.stack([now, curvature, error, variance, way, steps, most]), 0
         return None if found[-1] else found[: len(rows)], projects

@@ -19,7 +19,7 @@ from gemproj._warn import warn
 from gemproj.torch.data import PerExample, divided, leaves_of, moved, owned
 from gemproj.torch.losses import Distillation, has_teacher, labelled_rows, model_loss, without_adapters
 from gemproj.torch.memory import KeptSet
-from gemproj.torch.promise import Loss, call_loss, explain
+from gemproj.torch.promise import Loss, call_loss, explain, value_of
 from gemproj.torch.rows import evaluating, passes, seed
 from gemproj.torch.vector import ParameterVector
 
@@ -65,7 +65,7 @@ def examine(
             found.extend(owned(there if kept.listed else divided(there, _OUTPUTS))[:weight])
         first = first and not topology.collective
         with torch.set_grad_enabled(first):
-            value = call_loss(loss, model, batch, len(at), stored)
+            value = (call_loss if first else value_of)(loss, model, batch, len(at), stored)
         if first and not value.requires_grad:
             raise ValueError(
                 "loss(model, batch) has no gradient: it does not depend on trainable parameters of the "
@@ -78,13 +78,12 @@ def examine(
     def warn_of_others(among_more: Tensor) -> None:
         """Warn if losses depend on the other examples of a batch, which change, by those of the first two."""
         batch, stored = replace(kept, outputs=found).fetch([0, 1], vector.device)
-        with torch.no_grad():
-            alone, again = (call_loss(loss, model, batch, 2, stored) for _ in range(2))
+        alone, again = (value_of(loss, model, batch, 2, stored) for _ in range(2))
         apart, drawn = (float((alone - other).abs().max()) for other in (among_more[:2], again))
         rounding = 0.03 * (1 + float(among_more.abs().max()))  # of bfloat16
         if apart > rounding >= drawn:  # a loss may draw random numbers, as those of diffusion models do
             warn(
-                f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by "
+                f"Losses of examples of {kept.title} depend on the other examples of their batch, by "
                 f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "
                 "negatives from the same batch, and padding on the left without position ids. Pass "
                 "microbatch=1, or use all examples in every step: examples=None."
@@ -99,8 +98,8 @@ def examine(
             raise ValueError(
                 f"{'hold_out' if apart else 'tolerance'} needs one loss for each example, shape ({means},); "
                 "found (). Compute it with reduction='none', or use CrossEntropy of gemproj.torch.losses "
-                "(shift=True for causal language models); or pass microbatch=1, so that it gets one "
-                "example at a time."
+                "(shift=True for causal language models), or Distillation to keep outputs; or pass "
+                "microbatch=1, so that it gets one example at a time."
             )
         _check_finite(kept, numbers, loss, model, vector)
         if has_teacher(promise.loss):  # whose own loss is zero
@@ -124,7 +123,7 @@ def warn_of_adapters(kept: KeptSet, model: nn.Module, vector: ParameterVector, l
         score = scored(model, vector, some, loss, None)
     if (apart := score.mean - score.stored) > allowed:
         warn(
-            f"{kept.name!r} keeps what the model says with its adapters, {apart:.2g} nats from what it says "
+            f"{kept.title} keeps what the model says with its adapters, {apart:.2g} nats from what it says "
             "without them. If the adapters are new, and begin at random as prompts do, keep the model "
             "without them: Promise(Distillation(teacher='base'))."
         )
@@ -153,7 +152,7 @@ def scored(
 
     def look(at: list[int], weight: int, first: bool) -> Tensor:
         batch, outputs = kept.fetch(at, vector.device)
-        return call_loss(loss, model, batch, len(at), outputs)
+        return value_of(loss, model, batch, len(at), outputs)
 
     (losses, *_), topology = _losses(model, vector, kept, microbatch, look), vector.topology
     rise = losses - kept.losses
@@ -242,10 +241,10 @@ def _leave_out(kept: KeptSet, some: list[int], numbers: list[int]) -> None:
     if len(some) == n:
         return
     if not some:
-        raise ValueError(f"No example of {kept.name!r} has a label. {_NO_LABEL}")
+        raise ValueError(f"No example of {kept.title} has a label. {_NO_LABEL}")
     gone = [numbers[k] for k in sorted(set(range(n)) - set(some))]
     warn(
-        f"{len(gone)} of {n} examples of {kept.name!r} have no label and are left out: number "
+        f"{len(gone)} of {n} examples of {kept.title} have no label and are left out: number "
         f"{', '.join(map(str, gone[:10]))}{', ...' if len(gone) > 10 else ''}. {_NO_LABEL}"
     )
     part = kept.part(some)
@@ -260,7 +259,7 @@ def _check_collate(kept: KeptSet) -> None:
         if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True)):
             return
         raise ValueError(
-            f"The collate function makes a different batch of the same examples of {kept.name!r} each time, "
+            f"The collate function makes a different batch of the same examples of {kept.title} each time, "
             "as masking at random does, so outputs and losses would be stored for other inputs than "
             "those of later steps. Pass batches, or a collate function without random numbers."
         )
@@ -274,12 +273,12 @@ def _check_finite(
     if not wrong:
         return
     if not vector.topology.collective:  # a mean does not tell of which example
-        with suppress(Exception), evaluating(model, vector.device), torch.no_grad():
-            single = [call_loss(loss, model, kept.fetch([k], vector.device)[0], 1) for k in wrong]
+        with suppress(Exception), evaluating(model, vector.device):
+            single = [value_of(loss, model, kept.fetch([k], vector.device)[0], 1) for k in wrong]
             wrong = [k for k, one in zip(wrong, single, strict=True) if not one.isfinite()] or wrong
     named = ", ".join(str(numbers[k]) for k in wrong[:10])
     raise ValueError(
-        f"The loss of example {named} of {kept.name!r} is {float(kept.losses[wrong[0]])}, so no promise "
+        f"The loss of example {named} of {kept.title} is {float(kept.losses[wrong[0]])}, so no promise "
         "about it is possible. Leave out examples with NaN or without a label, and check the weights of the "
         "model."
     )

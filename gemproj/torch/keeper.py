@@ -10,6 +10,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -132,7 +133,8 @@ class KeeperBase:
             times as many are read.
         hold_out : float, default 0
             Share of the examples that training never sees: the report says their loss, with an interval. The
-            loss must have one number per example.
+            loss must have one number per example. If it draws random numbers, the report draws others than
+            were drawn when it was stored; so it does for a set that has grown.
 
         Raises
         ------
@@ -140,6 +142,7 @@ class KeeperBase:
             If `data` has no example, or an example that cannot be stored; if a loss is not finite, which
             names the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
+        name = name.item() if isinstance(name, np.generic) else name  # which a state could not hold
         vector = None if self._training is None else self._training.vector()
         facts = {"name of the set": name, "share to hold out": hold_out}
         with nullcontext() if vector is None else vector.topology.meeting("keep()", facts):
@@ -200,6 +203,8 @@ class KeeperBase:
         evaluated now, as they were when they were kept, in forward passes; on several processes, all of them
         must call it, which it says after 30 seconds of waiting.
         """
+        if self._training is not None:
+            self._training.watch()
         return make_report(self.history, self.sets, self._scored(everything=True))
 
     def _scored(self, everything: bool = False) -> dict[Hashable, Score]:
@@ -421,7 +426,7 @@ class Keeper(KeeperBase):
         When rows are computed: in every so many steps, between which losses are updated to first order; or
         with "auto", for each set as seldom as a model of its loss and its row is right, after 64 steps at the
         latest, and after 8 if its loss may pass its bound. A step in which no loss may is left alone, others
-        are projected with modelled rows. Sets whose promise has no tolerance, or has a weight, have their
+        are projected with the last rows. Sets whose promise has no tolerance, or has a weight, have their
         rows computed in every step, and so have all sets with several optimizers.
     project : bool, default True
         Whether to change gradients and steps. If False, the report says what a projection would have done.

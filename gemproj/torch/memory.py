@@ -65,6 +65,11 @@ class KeptSet:
     def __len__(self) -> int:
         return len(self.losses)
 
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return repr(self.name) if isinstance(self.name, str) else f"set {self.name!r}"
+
     def __repr__(self) -> str:
         return f"KeptSet({self.name!r}, {len(self)} examples, {self.promise!r})"
 
@@ -76,7 +81,7 @@ class KeptSet:
         elif (not self.outputs, self.listed) != (not more.outputs, more.listed):
             how = "without outputs of the model, or with outputs in another form than that of this loss"
         if how is not None:
-            raise ValueError(f"The examples of {self.name!r} were kept {how}. Use another name.")
+            raise ValueError(f"The examples of {self.title} were kept {how}. Use another name.")
         apart = self.held.joined(more.held) if self.held and more.held else self.held or more.held
         whole = replace(
             more,

@@ -41,7 +41,8 @@ class Promise:
         for all of them.
     weight : float, default 0
         Weight with which the gradient of the loss is added before the projection, as in replay: the lower
-        bound of its multiplier (GEM's memory strength).
+        bound of its multiplier (GEM's memory strength). With ``on="step"``, weights and penalties are in the
+        unit of a step of Adam, if the optimizer has its moments, else of SGD.
     tolerance : float, optional
         The loss may rise up to a bound: its value when the examples were kept (zero with a teacher), plus the
         tolerance. By default 0.05 nats for a loss with stored outputs; for other losses no step raises the
@@ -156,7 +157,8 @@ def _check_function(loss: Any) -> None:
 def call_loss(loss: Loss, model: torch.nn.Module, batch: Batch, n: int, outputs: Any = None) -> Tensor:
     """Return the loss of n examples, their mean or n numbers; stored outputs are passed to the loss.
 
-    The loss of a single example has shape (1,).
+    The loss of a single example has shape (1,). The dtype is float32 at least, because means in half
+    precision would differ from the stored ones.
     """
     try:
         value = loss(model, batch) if outputs is None else loss(model, batch, outputs)
@@ -177,18 +179,35 @@ def call_loss(loss: Loss, model: torch.nn.Module, batch: Batch, n: int, outputs:
     except Exception as error:
         explain(error, batch)
         raise
+    value = value.to(torch.promote_types(value.dtype, torch.float32))
     return value.reshape(1) if n == 1 else value.reshape(()) if value.numel() == 1 else value
 
 
+def value_of(loss: Loss, model: torch.nn.Module, batch: Batch, n: int, outputs: Any = None) -> Tensor:
+    """Return what `call_loss` does, without a graph, if the loss does not need one itself, as of a PINN."""
+    try:
+        with torch.no_grad():
+            return call_loss(loss, model, batch, n, outputs)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return call_loss(loss, model, batch, n, outputs).detach()
+
+
 def explain(error: Exception, batch: Batch) -> None:
-    """Add the shapes of the examples, and the mode of the model, to an error in a loss."""
+    """Add to an error in a loss what it was called with."""
     if not hasattr(error, "add_note"):  # before Python 3.11
         return
     error.add_note(
-        f"The loss was called with kept examples, {kind_of(map_nested(lambda leaf: leaf, batch))}, and with "
-        "the model in evaluation mode. A loss that exists in training mode only, as in detectors of "
-        "torchvision, can set model.training = True on the model itself, and leave its layers as they are."
+        "loss(model, batch) was called with the model in evaluation mode, and a batch of kept examples: "
+        f"{kind_of(map_nested(lambda leaf: leaf, batch))}."
     )
+    if isinstance(error, AttributeError | KeyError | AssertionError):
+        error.add_note(
+            "A loss that exists in training mode only, as in detectors of torchvision, can set "
+            "model.training = True on the model itself, and leave its layers as they are."
+        )
     tensors = leaves_of(batch, Tensor)
     if tensors and all(leaf.ndim == 1 for leaf in tensors):
         error.add_note(

@@ -77,7 +77,7 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
                 f"parameters must require a gradient; parameter {k}, of shape {tuple(p.shape)}, does not. "
                 "Pass [p for p in model.parameters() if p.requires_grad]."
             )
-    found: list[list[Tensor]] = []
+    found, reached = list[list[Tensor]](), False
     for loss in losses:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             kind = type(loss).__name__
@@ -85,12 +85,18 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
                 kind = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
             raise ValueError(f"losses must be scalars that require a gradient; loss {len(found)} is {kind}.")
         gradients = torch.autograd.grad(loss.reshape(()), held, retain_graph=True, allow_unused=True)
+        reached = reached or any(g is not None for g in gradients)
         found.append(
             [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(held, gradients, strict=True)]
         )
         del loss  # with its graph, before the next one is made
     if not found:
         raise ValueError("losses holds no loss; an iterator can be read only once.")
+    if not reached:
+        raise ValueError(
+            "losses depend on none of the parameters. Pass the parameters themselves, not views or copies of "
+            "them: project takes lists of any shapes."
+        )
     if flat:
         return torch.stack([torch.cat([g.reshape(-1) for g in one]) for one in found])
     return [torch.stack(block) for block in zip(*found, strict=True)]
@@ -174,7 +180,7 @@ class Rows:
                 loss = values.mean()
                 if not loss.requires_grad:
                     warn(
-                        f"The loss of {draw.kept.name!r} depends on no trainable parameter now, so its row "
+                        f"The loss of {draw.kept.title} depends on no trainable parameter now, so its row "
                         "is zero: right if those are frozen, wrong if the loss runs under torch.no_grad()."
                     )
                 weight = draw.weight * count / len(draw.at)
@@ -203,12 +209,6 @@ class Rows:
         self.unsure = 0.0 if whole else (self.unsure + torch.zeros_like(self.losses)).index_fill(0, due, 0.0)
         self.ages = [0 if k in at else age for k, age in enumerate(self.ages)]
         self.names = list(names)  # last, so that an interrupt leaves no rows
-
-    def move(self, step: Tensor, curvature: Tensor) -> None:
-        """Take the rows to where a step ends: each one falls by its `curvature` times the step."""
-        most = torch.finfo(self.buffer.dtype).max
-        self.G.addr_(curvature.clamp(max=most).to(self.buffer.dtype), step, alpha=-1.0)
-        self.norms = None
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
         """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""

@@ -284,6 +284,8 @@ class ProjectedStep:
                     self._check_finite(rows)
                 if rows is not None and keeper.on != "step":
                     held = [group is not None for group in self._groups]
+                    alive = [group is not None and not _is_zero(group.get("lr")) for group in self._groups]
+                    held = alive if any(alive) else held  # in the first step of a warmup, none is
                     self._solution, changed = self._solve("gradient", rows, vector.read_gradient(), held)
                     if changed:
                         vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
@@ -506,13 +508,16 @@ class ProjectedStep:
                 rows.norms = norms
         flags = torch.cat([torch.tensor([wrong]), ~norms.isfinite()]).to(norms.dtype)
         found = vector.topology.sum_shards(flags).nonzero().flatten().tolist()
+        if rows is not None and not found and not (finite := rows.losses.isfinite()).all():
+            lost = [name for name, fine in zip(rows.names, finite.tolist(), strict=True) if not fine]
+            raise ValueError(f"The loss of the kept examples of {lost[0]!r} is not finite now.")
         if found:
             what = "G is not finite: row {}." if found[0] else "The gradient is not finite."
             raise ValueError(what.format(found[0] - 1))
 
     def _refuse(self, error: ValueError, step: Tensor | None = None) -> NoReturn:
         """Raise an error that names the parameter whose gradient or step is wrong, or the sets of rows."""
-        training, vector, said = self._training, self._vector, str(error)
+        training, vector, said, self.max_norm = self._training, self._vector, str(error), None
         if "row" in said and training.rows.names:
             named = ", row ".join(f"{k} is of {name!r}" for k, name in enumerate(training.rows.names[:20]))
             said += f" Row {named}."

@@ -85,7 +85,7 @@ class Training:
         if self.rows.vector.topology.collective:  # gathered parameters are other objects
             return [(name,) for name, p in self.model.named_parameters() if p.requires_grad]
         every = [*self.model.parameters(), *self._held()]
-        return [(id(p), p.dtype, p.device) for p in every if p.requires_grad]
+        return [(id(p), p.dtype, p.device, p.shape) for p in every if p.requires_grad]
 
     def _renew(self) -> None:
         """Begin to project the parameters that the model has now; raise if the optimizers hold others."""
@@ -132,7 +132,7 @@ class Training:
         had, self.watched = self.watched, now
         if had and had[0] == now[0] and not math.isclose(had[1], now[1], rel_tol=1e-12):
             warn(
-                "The weights have changed since the last keep, and the optimizer of this keeper took no "
+                "The weights have changed since sets were kept, and the optimizer of this keeper took no "
                 "step: nothing was projected. For a new optimizer make a new keeper, and hand it the sets: "
                 "new.sets.update(keeper.sets). If you loaded the weights, ignore this."
             )
@@ -242,8 +242,6 @@ class Training:
         check_alone(self.rows.vector.topology)
         if not keeper.sets and not keeper._given:
             warn(f"0 sets kept: this run protects nothing. {keeper._remedy}")
-        if keeper.sets:
-            _warn_of_statistics(self.model)
 
     def active(self) -> dict[Hashable, KeptSet]:
         """Return the sets whose losses can move now, by name: not those of other adapters."""
@@ -253,6 +251,8 @@ class Training:
     def _begin_sets(self, active: Iterable[KeptSet]) -> None:
         """Begin to compute the rows of these sets, and warn about those of other adapters."""
         keeper, adapter = self.keeper, adapters(unwrapped(self.model)[0])
+        if keeper.sets:
+            _warn_of_statistics(self.model)
         promises = [kept.promise for kept in active]
         self.joint, self.terms = SharedPasses(), Terms.of(promises, self.rows.vector.device)
         self._losses = [keeper._wrapped(promise.loss) for promise in promises]
@@ -302,7 +302,7 @@ class Training:
 
     def _tell_rate(self) -> None:
         """Warn, after the first steps, if most losses are above their bounds by more than the tolerance."""
-        soon, history, far = self.begun, self.keeper.history, dict[str, float]()
+        soon, history, far, drawn = self.begun, self.keeper.history, dict[str, float](), False
         last = min(soon // 2, max(10, soon // 20))  # steps that are judged; a history has some of many
         for name, points in history.points().items():
             late = [loss - bound for step, loss, bound in points if step >= history.steps - last]
@@ -311,12 +311,14 @@ class Training:
             if points and late and max(late) < points[0][1] - points[0][2]:
                 continue  # it began above its bound, and falls
             if allowed and sum(excess > allowed for excess in late) > 0.5 * len(late):
-                far[repr(name)] = max(late)
+                far[kept.title], draws = max(late), kept.promise.examples
+                drawn = drawn or (draws is not None and draws < len(kept))
         if far:
+            more = ", or use more examples per step" if drawn else ""
             warn(
                 f"After {soon} steps, losses of {', '.join([*far][:5])} are above their bounds by more than "
                 f"their tolerances in most steps, by up to {max(far.values()):.2g}: the tolerance is not "
-                "kept at this learning rate. Lower the rate, or use more examples per step."
+                f"kept at this learning rate. Lower the rate{more}; if it falls by itself, see the report."
             )
 
 
@@ -333,7 +335,7 @@ def _warn_of_statistics(model: torch.nn.Module) -> None:
     moving = [name for name, one in named if one.track_running_stats and one.momentum != 0]
     if moving:
         warn(
-            f"{len(moving)} layers, such as {moving[0]!r}, move their running statistics with the new data, "
-            "which is not projected: losses of kept examples may rise. Call eval() on these layers after "
-            "model.train() or, if a trainer calls train(), set their momentum to 0."
+            f"Layers such as {moving[0]!r} ({len(moving)} of them) move their running statistics with the "
+            "new data, which is not projected: losses of kept examples may rise. Call eval() on these layers "
+            "after model.train() or, if a trainer calls train(), set their momentum to 0."
         )
