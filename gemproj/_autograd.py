@@ -178,7 +178,7 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
         if warm_start is not None:
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         if out is not None:
-            check_out(out, problem)
+            check_out(out, G, problem)
     tensors = _tensors(*arrays[:-1])
     smooth = [a for a in tensors if a is not None]
     constants = [*tensors, None if warm_start is None else warm_start.detach()]

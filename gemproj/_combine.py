@@ -60,12 +60,14 @@ def combine(
     lam = check_multipliers(multipliers if sol is None else sol.multipliers, "multipliers", *problem.like)
     if problem.host and not np.isfinite(lam).all():
         raise ValueError(f"multipliers must be finite; found {lam}.")
-    return combined(problem, lam if sol is None else sol.on_host(), out)
+    return combined(problem, lam if sol is None else sol.on_host(), out, G)
 
 
-def combined(problem: Problem, sol: DualSolution | Unread | Array, out: Blocks | None = None) -> Any:
+def combined(
+    problem: Problem, sol: DualSolution | Unread | Array, out: Blocks | None = None, G: Blocks = ()
+) -> Any:
     """Return `out` if it is given, else the blocks of x in the same kind of container as g."""
-    x = [empty_as(v) for v in problem.vector] if out is None else check_out(out, problem)
+    x = [empty_as(v) for v in problem.vector] if out is None else check_out(out, G, problem)
     combine_into(problem, sol, x)
     if out is not None:
         note_written(x)

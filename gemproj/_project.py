@@ -103,7 +103,7 @@ def project(
     problem, asked = measured_for(method, arrays)
     sol = solve_unread(*asked)
     warn_if_missed(sol)
-    return combined(problem, sol, out)
+    return combined(problem, sol, out, G)
 
 
 def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
