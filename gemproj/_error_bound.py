@@ -103,7 +103,7 @@ def _missed(error: np.ndarray, basis: list[int], weights: np.ndarray, known: flo
     if (error + known > 4.0 * fuzz * size)[w.any(axis=0)].any():
         return math.inf
     more = np.where(error > ROUNDING * size + worst @ w, error + worst @ w, 0.0)
-    swapped = np.divide(more, w, out=np.zeros_like(w), where=w > NEAR_ZERO)
+    swapped = np.where(w > NEAR_ZERO, more, 0.0) / np.where(w > NEAR_ZERO, w, 1.0)
     return float(np.linalg.norm(worst + known + swapped.max(axis=1, initial=0.0)))
 
 

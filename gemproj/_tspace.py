@@ -103,8 +103,6 @@ def normalise(K: Array, b: Array, upper: Array | None = None, start: Array | Non
 
 def inverse(a: Array) -> Array:
     """Return 1/a, and 0 where a is 0."""
-    if type(a) is np.ndarray:
-        return np.divide(1.0, a, out=np.zeros_like(a), where=a > 0)
     xp = namespace(a)
     return 1.0 / xp.where(a > 0, a, xp.full_like(a, math.inf))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gemproj import PGD, project
+from gemproj import PGD, project, solve_dual
 from gemproj.torch import Keeper
 
 BACKEND = "aot_eager"  # not inductor, which needs a C++ compiler: what matters is the graph that reaches it
@@ -71,6 +71,18 @@ def test_other_methods_break_the_graph():
     assert torch.equal(torch.compile(call, backend=BACKEND)(*problem()), call(*problem()))
     with pytest.raises(ValueError, match="Only method 'exact'"):
         torch.compile(call, backend=BACKEND)(*(a.requires_grad_() for a in problem()))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")  # it looks into caches
+def test_solutions_compile():
+    def call(G, g):
+        sol = solve_dual(G, g)
+        return sol.multipliers, sol.kkt_residual(), sol.error_bound()
+
+    given = [a.flatten(-2) for a in problem()]
+    found = torch.compile(call, backend=BACKEND)(*given)
+    torch.testing.assert_close(found, call(*given), rtol=0, atol=1e-14)
+    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected")  # it looks into the eager call that raises the error
