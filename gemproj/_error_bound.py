@@ -34,8 +34,9 @@ def error_bound(
     margin = np.where(np.isfinite(lower), np.maximum(lower, 0.0), 0.0)
     size = max(float(np.linalg.norm(a + margin @ V)), asked)
     used = (n > 0) & (lower < upper)
+    fixed = float(np.linalg.norm(np.where(used, 0.0, np.clip(lam, lower, upper) - lam) @ V))
     if size == 0.0 or not used.any():
-        return 0.0
+        return fixed
     # ``g + G'margin`` may cancel digits: rounding is then relative to the sum of the norms.
     rounding = rounding * max(1.0, float(np.linalg.norm(a) + margin @ n) / size)
     # Rows of norm one, a problem of size one, and the held margins in a.
@@ -76,7 +77,7 @@ def error_bound(
         square = max(0.0, float(x @ x) - 2.0 * float(h @ inside)) + (0.0 if of_rows else rounding * much**2)
         length = math.sqrt(square) + float(np.linalg.norm(A @ (lam - inside))) + rounding * much
         bound = min(bound, length)
-    return size * bound
+    return size * bound + fixed
 
 
 def _conditions(

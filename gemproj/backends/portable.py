@@ -48,6 +48,7 @@ def gram(problem: Problem) -> Gram:
     return Gram(K, b, xp.reshape(squares, batch))
 
 
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
 def combine(problem: Problem, lam: Array, x: list[Array]) -> None:
     """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
     xp, t, batch = problem.xp, problem.t, problem.batch
