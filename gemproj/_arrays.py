@@ -131,8 +131,10 @@ def is_recording() -> bool:
 
 
 def is_row_major(a: Array) -> bool:
-    """Return whether the entries of an array are adjacent in memory, in row-major order; False if unknown."""
-    return bool(a.is_contiguous() if is_torch(a) else a.flags.c_contiguous if hasattr(a, "flags") else False)
+    """Return whether the entries are adjacent, in row-major order, at aligned addresses; False if unknown."""
+    if isinstance(a, np.ndarray):
+        return a.flags.c_contiguous and a.flags.aligned
+    return bool(a.is_contiguous() if is_torch(a) else hasattr(a, "flags") and a.flags.c_contiguous)
 
 
 def may_overlap(a: Array) -> bool:

@@ -87,7 +87,7 @@ def combine_into(problem: Problem, sol: DualSolution | Unread | Array, x: list[A
     if not isinstance(sol, DualSolution):
         return
     rows = sol._rows
-    if rows is None or rows.basis is None or any(v.dtype != problem.wide for v in problem.vector):
+    if rows is None or rows.loses is None or any(v.dtype != problem.wide for v in problem.vector):
         return
     # The slacks of x do not depend on the metric, but the step does.
     moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h

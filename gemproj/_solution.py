@@ -313,7 +313,7 @@ class DualSolution:
         return np.where((self.size() == 0) & ~self._vanishes(), math.inf, value)
 
     def _vanishes(self) -> Any:
-        """Return the mask (...) of problems whose x is zero, to the rounding of K, or of G where it was read."""
+        """Return the mask (...) of problems whose x is zero, to the rounding of K, or of rows read from G."""
         square, lower, norms, gg = self._square(), self.bounds.lower, self._norms(), self.gram.gg
         lengths, most = self.multipliers * norms, 8 * (self.multipliers.shape[-1] + 1)
         zero = square <= most * ROUNDINGS * self._eps * (gg + np.sum(lengths * lengths, axis=-1))
@@ -341,7 +341,7 @@ class DualSolution:
     def _x(self) -> tuple[np.ndarray, np.ndarray]:
         """Return x, as stage 3 computes it, and its correction, where coordinates are from G."""
         assert self._rows is not None
-        where, V, a, _ = self._rows
+        where, V, a, *_ = self._rows
         x = a + np.matmul(self.multipliers[where][:, None, :], V)[:, 0]
         there = np.matmul(V, x[..., None])[..., 0] - self._right()[where]
         step = np.matmul(self._rows.step(np.where(self.free[where], there, 0.0))[:, None, :], V)[:, 0]
