@@ -93,6 +93,8 @@ def test_options_are_checked():
         (lambda G, g: project([G], [g], out=[g.float()]), "shape and dtype"),
         (lambda G, g: project([G, G], g), "both be one array"),
         (lambda G, g: project([G[..., :1], G[..., 1:]], [g, g]), r"shapes \(t, \*shape\) in G"),
+        (lambda G, g: project([G, G], [g]), r"shapes \(t, \*shape\) in G"),
+        (lambda G, g: project([G], [g], metric=[torch.ones(10, 5)]), r"shapes \(t, \*shape\) in G"),
     ):
         with pytest.raises(Exception, match=message):
             torch.compile(bad, backend=BACKEND)(*problem())
