@@ -110,7 +110,7 @@ def warn_if_missed(sol: DualSolution | Unread) -> None:
     # The violation of rows without a penalty, over their norm and the size. Multipliers of nearly dependent
     # rows have large rounding, which x need not have.
     s = np.where(np.isinf(sol.lower), np.abs(sol.slack()), -sol.slack())
-    s = s * inverse(np.sqrt(sol.gram.K.diagonal(0, -2, -1))) * inverse(sol.size())[..., None]
+    s = s * inverse(sol._norms()) * inverse(sol.size())[..., None]
     violation = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
     missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), violation)
     worst = float(np.max(missed, where=unsettled, initial=0.0))
