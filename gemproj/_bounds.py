@@ -55,7 +55,7 @@ class Options:
     def __post_init__(self) -> None:
         self.method = as_method(self.method)
         given = self.given = [] if self.h is None else ["h"]
-        if not is_number(self.margin) or self.margin:
+        if not (type(self.margin) is float or is_number(self.margin)) or self.margin:
             given.append("margin")
         given += ["penalty"] * (self.penalty is not None) + ["equality"] * (self.equality is not False)
         if given:
