@@ -34,7 +34,7 @@ def error_bound(
     margin = np.where(np.isfinite(lower), np.maximum(lower, 0.0), 0.0)
     size = max(float(np.linalg.norm(a + margin @ V)), asked)
     used = (n > 0) & (lower < upper)
-    # What bounds that leave no choice ask of x.
+    # Where bounds leave one multiplier, x is off by what another one adds.
     fixed = float(np.linalg.norm(np.where(used, 0.0, np.clip(lam, lower, upper) - lam) @ V))
     if size == 0.0 or not used.any():
         return fixed
