@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     backends.check_name(backends.wanted)
     wanted = ["numpy", "array-api-compat", "numba", "torch", "triton", "cupy", "quadprog", "osqp", "scipy"]
-    there = {one.name.replace("_", "-"): one.version for one in distributions()}
+    there = {one.name.replace("_", "-"): one.version for one in distributions() if one.name}
     found = {f"{name} {number}" for name, number in there.items() if name.split("-cuda")[0] in wanted}
     print(f"gemproj {gemproj.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(*sorted(found), f"compiled loops: {missing() or 'yes'}", sep=", ")

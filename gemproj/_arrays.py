@@ -96,8 +96,8 @@ def detached(arrays: Sequence[Array]) -> list[Array]:
     return [a.detach() if a.requires_grad else a for a in arrays] if is_torch(arrays[0]) else list(arrays)
 
 
-def refuse_transformed(arrays: Sequence[Array]) -> None:
-    """Raise for sparse, nested, meta and distributed tensors, and for tensors inside `torch.func`."""
+def refuse_transformed(arrays: Sequence[Array], values: bool = True) -> None:
+    """Raise for distributed tensors; with `values`, also for those without: sparse, in `torch.func`, ..."""
     if not is_torch(arrays[0]):
         return
     torch = sys.modules["torch"]
@@ -107,6 +107,8 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
             "Tensors must be local; found a DTensor. A Keeper projects sharded gradients. Else sum "
             "`gram` of to_local() over the processes, call `solve_gram`, and `combine` shards."
         )
+    if not values:
+        return
     try:  # no public function tells whether tensors are sparse or wrapped by torch.func and have no memory
         for a in arrays:
             a.data_ptr()
@@ -129,8 +131,10 @@ def is_recording() -> bool:
 
 
 def is_row_major(a: Array) -> bool:
-    """Return whether the entries of an array are adjacent in memory, in row-major order; False if unknown."""
-    return bool(a.is_contiguous() if is_torch(a) else a.flags.c_contiguous if hasattr(a, "flags") else False)
+    """Return whether the entries are adjacent, in row-major order, at aligned addresses; False if unknown."""
+    if isinstance(a, np.ndarray):
+        return a.flags.c_contiguous and a.flags.aligned
+    return bool(a.is_contiguous() if is_torch(a) else hasattr(a, "flags") and a.flags.c_contiguous)
 
 
 def may_overlap(a: Array) -> bool:

@@ -67,14 +67,11 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
     lists = [_blocks(a, g, name) for name, a in (("G", G), ("g", g), ("metric", metric))]
     # Blocks of g may have leading dimensions, for many gradients.
     skips = 1, lists[1][0].ndim - lists[0][0].ndim + 1, 0
-    if len(lists[0]) != len(lists[1]):
-        raise ValueError(f"g has {len(lists[1])} blocks but G has {len(lists[0])}.")
-    for rows, vector in () if isinstance(g, Tensor) else zip(*lists[:2], strict=True):
-        if rows.shape[1:] != vector.shape[skips[1] :]:
-            raise ValueError(
-                f"Blocks must have the shapes (t, *shape) in G and (*shape) in g; found {tuple(rows.shape)} "
-                f"and {tuple(vector.shape)}."
-            )
+    shapes = [[tuple(a.shape[skip:]) for a in blocks] for blocks, skip in zip(lists, skips, strict=True)]
+    if not isinstance(g, Tensor) and any(found not in ([], shapes[1]) for found in shapes):
+        raise ValueError(
+            f"Blocks must have the shapes (t, *shape) in G and (*shape) in g and metric; found {shapes}."
+        )
     found = [_flat(a, g, skip) for a, skip in zip(lists, skips, strict=True)]
     device = found[1].device
     names = "h", "margin", "penalty", "equality"
@@ -178,7 +175,7 @@ def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tup
         if warm_start is not None:
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         if out is not None:
-            check_out(out, problem)
+            check_out(out, G, problem)
     tensors = _tensors(*arrays[:-1])
     smooth = [a for a in tensors if a is not None]
     constants = [*tensors, None if warm_start is None else warm_start.detach()]

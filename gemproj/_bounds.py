@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,26 +40,26 @@ from gemproj.methods import Method, as_method
 
 @dataclass(eq=False)  # one that is frozen takes three times as long to make
 class Options:
-    """Options of a projection, checked as far as possible without b; see `make_bounds`."""
+    """Options of a projection, checked as far as possible without b; see `make_bounds`.
+
+    `given` holds the names of those that are not the default.
+    """
 
     method: Any  # an object or a callable, once it is checked
     h: Any = None
     margin: Any = 0.0
     penalty: Any = None
     equality: Any = False
+    given: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.method = as_method(self.method)
-        if given := self.given:
-            check_accepted(self.method, zip(given, given, strict=True))
-
-    @property
-    def given(self) -> list[str]:
-        """Names of the options that are not the default."""
-        given = [] if self.h is None else ["h"]
+        given = self.given = [] if self.h is None else ["h"]
         if not (type(self.margin) is float or is_number(self.margin)) or self.margin:
             given.append("margin")
-        return given + ["penalty"] * (self.penalty is not None) + ["equality"] * (self.equality is not False)
+        given += ["penalty"] * (self.penalty is not None) + ["equality"] * (self.equality is not False)
+        if given:
+            check_accepted(self.method, zip(given, given, strict=True))
 
 
 def check_accepted(method: Any, given: Iterable[tuple[str, str]]) -> None:

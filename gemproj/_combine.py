@@ -60,12 +60,14 @@ def combine(
     lam = check_multipliers(multipliers if sol is None else sol.multipliers, "multipliers", *problem.like)
     if problem.host and not np.isfinite(lam).all():
         raise ValueError(f"multipliers must be finite; found {lam}.")
-    return combined(problem, lam if sol is None else sol.on_host(), out)
+    return combined(problem, lam if sol is None else sol.on_host(), out, G)
 
 
-def combined(problem: Problem, sol: DualSolution | Unread | Array, out: Blocks | None = None) -> Any:
+def combined(
+    problem: Problem, sol: DualSolution | Unread | Array, out: Blocks | None = None, G: Blocks = ()
+) -> Any:
     """Return `out` if it is given, else the blocks of x in the same kind of container as g."""
-    x = [empty_as(v) for v in problem.vector] if out is None else check_out(out, problem)
+    x = [empty_as(v) for v in problem.vector] if out is None else check_out(out, G, problem)
     combine_into(problem, sol, x)
     if out is not None:
         note_written(x)
@@ -85,7 +87,7 @@ def combine_into(problem: Problem, sol: DualSolution | Unread | Array, x: list[A
     if not isinstance(sol, DualSolution):
         return
     rows = sol._rows
-    if rows is None or rows.basis is None or any(v.dtype != problem.wide for v in problem.vector):
+    if rows is None or rows.loses is None or any(v.dtype != problem.wide for v in problem.vector):
         return
     # The slacks of x do not depend on the metric, but the step does.
     moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
@@ -108,7 +110,7 @@ def warn_if_missed(sol: DualSolution | Unread) -> None:
     # The violation of rows without a penalty, over their norm and the size. Multipliers of nearly dependent
     # rows have large rounding, which x need not have.
     s = np.where(np.isinf(sol.lower), np.abs(sol.slack()), -sol.slack())
-    s = s * inverse(np.sqrt(sol.gram.K.diagonal(0, -2, -1))) * inverse(sol.size())[..., None]
+    s = s * inverse(sol._norms()) * inverse(sol.size())[..., None]
     violation = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
     missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), violation)
     worst = float(np.max(missed, where=unsettled, initial=0.0))

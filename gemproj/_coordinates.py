@@ -31,12 +31,15 @@ class Coordinates(NamedTuple):
     basis : array, shape (n, t, t), or None
         The dual bases of the free rows, see `dual_basis`, of problems whose ``g + G'lam`` loses digits. Other
         problems have zeros.
+    loses : array, shape (...), or None
+        Mask of the problems that have a dual basis, if there is any.
     """
 
     where: np.ndarray
     V: np.ndarray
     a: np.ndarray
     basis: np.ndarray | None = None
+    loses: np.ndarray | None = None
 
     def gram(self, problem: Problem) -> Gram:
         """Return K, b and |g|^2 of a problem, from coordinates of the whole batch."""
@@ -56,20 +59,14 @@ class Coordinates(NamedTuple):
             self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
         return self
 
-    @property
-    def loses(self) -> np.ndarray:
-        """Mask (...) of the problems that have a dual basis."""
-        loses = np.zeros(np.shape(self.where), dtype=bool)
-        loses[self.where] = False if self.basis is None else self.basis.any(axis=(-2, -1))
-        return loses
-
     def corrected(self, free: np.ndarray, loses: np.ndarray) -> Coordinates:
         """Return these coordinates with the dual bases of the problems of a mask (...)."""
         V = np.broadcast_to(self.V, (len(self.a), *self.V.shape[1:]))
+        loses = loses & self.where & free.any(axis=-1)
         basis, free = np.zeros((*V.shape[:2], V.shape[1])), free[self.where]
         for i in np.flatnonzero(loses[self.where]):
             basis[i] = dual_basis(V[i], free[i])
-        return self._replace(basis=basis)
+        return self._replace(basis=basis, loses=loses)
 
     def step(self, s: np.ndarray) -> np.ndarray:
         """Return the multipliers (n, t) of the step that makes slacks s (n, t) of free rows zero."""

@@ -17,7 +17,7 @@ from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
 from gemproj._search import GRAM_RESOLVES, INFEASIBLE, NEAR_ZERO, OPTIMAL
 from gemproj._solution import DualSolution, Unread
-from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, smallest_pivot
+from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch
 from gemproj.backends import search, solve_few
 from gemproj.methods import AGEM, FISTA, PGD, AnyMethod, Exact, Method, Outcome, Quadprog
 from gemproj.methods._method import call
@@ -191,12 +191,15 @@ def _with_rows(problem: Problem, sol: DualSolution) -> DualSolution:
     if sol._exact:
         near = sol.slack() <= NEAR_ZERO * norms * np.asarray(sol.size())[..., None]
         rows = rows & near & np.any(near & rows & ~sol.free, axis=-1, keepdims=True)
-    where = read | (smallest_pivot(cosines, rows) < RESOLVED**2)
+    # The smallest eigenvalue is at most the smallest squared distance of a row from the span of the others.
+    unit = np.where(rows[..., :, None] & rows[..., None, :], cosines, np.eye(rows.shape[-1]))
+    where = read | (np.min(np.linalg.eigvalsh(unit), axis=-1, initial=1.0) < RESOLVED**2)
     if np.count_nonzero(where) == np.count_nonzero(read):
         return sol
     found = from_rows(problem, where).without_zeros(sol.gram)
-    known = sol._rows
-    return replace(sol, _rows=found if known is None else found.corrected(sol.free, known.loses))
+    if sol._rows is not None and sol._rows.loses is not None:
+        found = found.corrected(sol.free, sol._rows.loses)
+    return replace(sol, _rows=found)
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:

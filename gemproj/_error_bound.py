@@ -34,8 +34,10 @@ def error_bound(
     margin = np.where(np.isfinite(lower), np.maximum(lower, 0.0), 0.0)
     size = max(float(np.linalg.norm(a + margin @ V)), asked)
     used = (n > 0) & (lower < upper)
+    # Where bounds leave one multiplier, x is off by what another one adds.
+    fixed = float(np.linalg.norm(np.where(used, 0.0, np.clip(lam, lower, upper) - lam) @ V))
     if size == 0.0 or not used.any():
-        return 0.0
+        return fixed
     # ``g + G'margin`` may cancel digits: rounding is then relative to the sum of the norms.
     rounding = rounding * max(1.0, float(np.linalg.norm(a) + margin @ n) / size)
     # Rows of norm one, a problem of size one, and the held margins in a.
@@ -76,7 +78,7 @@ def error_bound(
         square = max(0.0, float(x @ x) - 2.0 * float(h @ inside)) + (0.0 if of_rows else rounding * much**2)
         length = math.sqrt(square) + float(np.linalg.norm(A @ (lam - inside))) + rounding * much
         bound = min(bound, length)
-    return size * bound
+    return size * bound + fixed
 
 
 def _conditions(
@@ -103,7 +105,7 @@ def _missed(error: np.ndarray, basis: list[int], weights: np.ndarray, known: flo
     if (error + known > 4.0 * fuzz * size)[w.any(axis=0)].any():
         return math.inf
     more = np.where(error > ROUNDING * size + worst @ w, error + worst @ w, 0.0)
-    swapped = np.divide(more, w, out=np.zeros_like(w), where=w > NEAR_ZERO)
+    swapped = np.where(w > NEAR_ZERO, more, 0.0) / np.where(w > NEAR_ZERO, w, 1.0)
     return float(np.linalg.norm(worst + known + swapped.max(axis=1, initial=0.0)))
 
 

@@ -149,8 +149,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
                 f"{('G', 'g', 'metric')[k // n]} is on device {device_of(arrays[k])} but g is on {device}; "
                 "use one device for all arrays."
             )
-        if values:
-            refuse_transformed(arrays)
+        refuse_transformed(arrays, values)
         arrays = detached(arrays)
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and values and on_host(device):
@@ -227,7 +226,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
     return Problem(xp, device, batch, t, [G], [g], None if w is None else [w], None, shared)
 
 
-def check_out(out: Blocks, problem: Problem) -> list[Array]:
+def check_out(out: Blocks, G: Blocks, problem: Problem) -> list[Array]:
     """Return the blocks of `out`; raise if x cannot be written to them."""
     blocks, _ = as_blocks(out, "out", (problem.keys, problem.vector))
     if namespace(*blocks) is not problem.xp:
@@ -235,8 +234,13 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
-    if len({id(o) for o in blocks}) < len(blocks):
+    given = set(map(id, blocks))
+    if len(given) < len(blocks):
         raise ValueError("out has one array for several blocks; pass one array per block.")
+    if not given.isdisjoint(map(id, blocks_of(G))):
+        raise ValueError(
+            "out is an array of G, which is read while x is written; pass a copy of it as G, or another out."
+        )
     writes = problem.is_torch and problem.xp.is_grad_enabled()
     if _plain(blocks, problem, writes):  # the usual case, because models have hundreds of blocks
         return detached(blocks)

@@ -103,7 +103,7 @@ def project(
     problem, asked = measured_for(method, arrays)
     sol = solve_unread(*asked)
     warn_if_missed(sol)
-    return combined(problem, sol, out)
+    return combined(problem, sol, out, G)
 
 
 def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
@@ -124,7 +124,7 @@ def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
         return "traced" if exact else "recorded"
     if torch.overrides.has_torch_function(tensors) and is_recording():
         return "recorded"
-    smooth = [a for a in tensors if a is not arrays[-1]]  # not the warm start
+    smooth = tensors[:-1] if isinstance(arrays[-1], Tensor) else tensors  # not the warm start
     if torch.is_grad_enabled() and any(map(_requires_grad, smooth)):
         return "recorded"
     # Outside of a level of forward-mode differentiation, `unpack_dual` returns its argument.

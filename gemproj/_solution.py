@@ -32,9 +32,9 @@ def in_numpy(function: Callable[[Any], Any]) -> Callable[[DualSolution], Array]:
     @wraps(function)
     def anywhere(self: DualSolution) -> Array:
         plain, lam = self.on_host(), self.multipliers
-        return (
-            function(self) if plain is self else from_numpy(function(plain), namespace(lam), device_of(lam))
-        )
+        with np.errstate(under="ignore"):
+            found = function(plain)
+        return found if plain is self else from_numpy(found, namespace(lam), device_of(lam))
 
     return anywhere
 
@@ -208,14 +208,12 @@ class DualSolution:
     def cosine(self) -> Any:
         """Return the cosine between g and x, shape (...); 1 if g is zero, 0 if x is zero to rounding."""
         (_, b, gg), square = self.gram, np.maximum(self._square(), 0.0)
-        inner, zero = gg + np.sum(b * self.multipliers, axis=-1), self._vanishes()
-        if self._rows is not None:  # where K has lost the digits of x
-            where, a, (x, _) = self._rows.where, self._rows.a, self._x()
-            square, inner, zero, gg = map(np.array, (square, inner, zero, gg))
-            square[where], inner[where] = np.sum(x * x, axis=-1), np.sum(a * x, axis=-1)
-            zero[where] = square[where] <= (8 * a.shape[-1] * EPS) ** 2 * gg[where]
+        inner = np.asarray(gg + np.sum(b * self.multipliers, axis=-1))
+        if self._rows is not None:
+            inner[self._rows.where] = np.sum(self._rows.a * self._x()[0], axis=-1)
         # One root after the other, because the product of the squares may overflow.
-        cosine = np.where(zero, 0.0, inner * inverse(np.sqrt(gg)) * inverse(np.sqrt(square)))
+        cosine = inner * inverse(np.sqrt(gg)) * inverse(np.sqrt(square))
+        cosine = np.where(self._vanishes(), 0.0, cosine)
         return np.where(gg > 0, cosine, 1.0)
 
     @in_numpy
@@ -305,17 +303,21 @@ class DualSolution:
     def _square(self) -> Any:
         """Return ``|x|^2``, which may be below zero by rounding."""
         (K, b, gg), lam = self.gram, self.multipliers
-        return gg + np.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
+        square = np.asarray(gg + np.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1))
+        if self._rows is not None:  # where K has lost the digits of x
+            square[self._rows.where] = np.sum(self._x()[0] ** 2, axis=-1)
+        return square
 
     def _or_infinity(self, value: Any) -> Any:
         """Return a measure of error, with infinity for problems of size zero whose x is not zero."""
         return np.where((self.size() == 0) & ~self._vanishes(), math.inf, value)
 
     def _vanishes(self) -> Any:
-        """Return the mask (...) of problems whose x is zero, to the rounding of K."""
-        square, lower, norms = self._square(), self.bounds.lower, self._norms()
+        """Return the mask (...) of problems whose x is zero, to the rounding of K, or of rows read from G."""
+        square, lower, norms, gg = self._square(), self.bounds.lower, self._norms(), self.gram.gg
         lengths, most = self.multipliers * norms, 8 * (self.multipliers.shape[-1] + 1)
-        zero = square <= most * ROUNDINGS * self._eps * (self.gram.gg + np.sum(lengths * lengths, axis=-1))
+        zero = square <= most * ROUNDINGS * self._eps * (gg + np.sum(lengths * lengths, axis=-1))
+        zero = np.where(self.refined, square <= (most * EPS) ** 2 * gg, zero)
         if lower is not None:  # lam has the rounding of the margin
             origin = np.where(np.isfinite(lower), lower, 0.0) * norms
             zero = zero | (square <= (most * EPS) ** 2 * np.sum(origin * origin, axis=-1))
@@ -339,7 +341,7 @@ class DualSolution:
     def _x(self) -> tuple[np.ndarray, np.ndarray]:
         """Return x, as stage 3 computes it, and its correction, where coordinates are from G."""
         assert self._rows is not None
-        where, V, a, _ = self._rows
+        where, V, a, *_ = self._rows
         x = a + np.matmul(self.multipliers[where][:, None, :], V)[:, 0]
         there = np.matmul(V, x[..., None])[..., 0] - self._right()[where]
         step = np.matmul(self._rows.step(np.where(self.free[where], there, 0.0))[:, None, :], V)[:, 0]

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import Array, device_of, namespace, to_numpy, wide_dtype
-from gemproj._constants import DEPENDENT, EPS
 
 
 class Gram(NamedTuple):
@@ -103,8 +102,6 @@ def normalise(K: Array, b: Array, upper: Array | None = None, start: Array | Non
 
 def inverse(a: Array) -> Array:
     """Return 1/a, and 0 where a is 0."""
-    if type(a) is np.ndarray:
-        return np.divide(1.0, a, out=np.zeros_like(a), where=a > 0)
     xp = namespace(a)
     return 1.0 / xp.where(a > 0, a, xp.full_like(a, math.inf))
 
@@ -138,18 +135,6 @@ def clip(lam: Array, lower: Array | None, upper: Array | None) -> Array:
     xp = namespace(lam)
     lam = xp.maximum(lam, xp.zeros_like(lam) if lower is None else lower)
     return lam if upper is None else xp.minimum(lam, upper)
-
-
-def smallest_pivot(K: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the smallest pivot of K (..., t, t) restricted to the rows of a mask (..., t), in NumPy."""
-    rest = np.where(rows[..., :, None] & rows[..., None, :], K, np.eye(K.shape[-1]))
-    smallest = np.ones(rest.shape[:-2])
-    for k in range(K.shape[-1]):
-        pivot, column = rest[..., k, k], rest[..., k]
-        smallest = np.minimum(smallest, pivot)
-        pivot = np.where(pivot > DEPENDENT * EPS, pivot, 1.0)
-        rest = rest - column[..., :, None] * (column / pivot[..., None])[..., None, :]
-    return smallest
 
 
 def drop_rows(K: Array, b: Array, off: Array | None = None) -> tuple[Array, Array, Array]:

@@ -20,7 +20,14 @@ MASKED = np.ma.masked_array(np.ones(3), [False, True, False])
 with torch.inference_mode():
     INFERENCE = torch.empty(5)
 
-BIG = 1e160 * np.eye(3, 5)
+
+class Sharded(torch.Tensor):
+    device_mesh = None  # by which a DTensor is told
+
+
+SHARDED = TENSORS[0].as_subclass(Sharded)
+
+BIG, SQUARE = 1e160 * np.eye(3, 5), np.ones((3, 3, 5))
 WRONG_VALUES = [
     (lambda: project(BIG, g), "rows 0, 1, 2, which hold .*squares overflow; scale it down"),
     (lambda: project(G.T, g), "If G has one column per constraint, pass G.T."),
@@ -35,6 +42,9 @@ WRONG_VALUES = [
     (lambda: solve_gram(np.eye(2), np.ones(2), np.array(np.nan)), "gg must be .*; found nan"),
     (lambda: project(G, g, equality=np.ones(2, bool)), r"equality must be True, False or have shape \(3,\)"),
     (lambda: project(*TENSORS, out=INFERENCE), "out was made in inference mode"),
+    (lambda: project(G, G, out=G), "out is an array of G, .*; pass a copy of it as G, or another out"),
+    (lambda: project(TENSORS[:1], TENSORS[:1], out=TENSORS[:1]), "out is an array of G"),
+    (lambda: combine(SQUARE, SQUARE, np.ones((3, 3, 3)), out=SQUARE), "out is an array of G"),
     (lambda: project(G, g[:4]), r"g must have shape \(5,\) or .*found \(4,\)"),
     (lambda: project(G[0], g), r"G must have shape \(..., t, d\).*found \(5,\)"),
     (lambda: project(np.stack([G, G]), np.stack([g] * 3)), "leading dimensions of G .* do not broadcast"),
@@ -102,6 +112,8 @@ WRONG_TYPES = [
     (lambda: project(G, g, h=[[0, 0], [0]]), "h must be a number or an array of one number per constraint"),
     (lambda: project(G, g, equality=None), "equality must be True, False or an array.*found None"),
     (lambda: project(TENSORS[0].to_sparse(), TENSORS[1]), "Tensors must be dense; found a sparse"),
+    (lambda: project(SHARDED, TENSORS[1]), "Tensors must be local; found a DTensor"),
+    (lambda: project(SHARDED, TENSORS[1].clone().requires_grad_()), "Tensors must be local; found a DTensor"),
     (lambda: project(TENSORS[0].to("meta"), META), "Tensors must be dense; .* meta tensor"),
     (lambda: project(TENSORS[0].to(torch.float8_e5m2), TENSORS[1]), "G must have a real floating.*float8"),
     (lambda: project(G.astype(int), g), "G must have a real floating-point dtype; found int64"),

@@ -219,8 +219,18 @@ def test_where_the_projected_gradient_is_zero(lam):
     # Of equal multipliers the rows cancel.
     for sol, expected in ((judged(G, g, lam), np.inf), (judged(G, g, [lam[0]] * 2), 0.0)):
         assert [sol.kkt_residual(), sol.duality_gap(), sol.error_bound()] == [expected] * 3
+    # Of these multipliers K shows no digit of x, but G does.
+    near = judged(np.array([[1.0, 0.0], [-1.0, 1e-9]]), g, [1.0, 1.0])
+    assert [near.kkt_residual(), near.duality_gap(), near.error_bound()] == [np.inf] * 3
     exact = solve_dual(np.array([[1.0]]), np.array([-1.0]), margin=1.0)
     assert [exact.kkt_residual(), exact.error_bound()] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("most", [[0.0, 0.0], [0.0, 1.0], [0.5, 1.0]])
+def test_error_bound_where_bounds_leave_no_choice(most):
+    sol = solve_dual(np.eye(2), np.ones(2), margin=np.array([most[0], 0.0]), penalty=np.array(most))
+    other = replace(sol, multipliers=np.array([5.0, 0.0]))
+    assert 5.0 - most[0] <= other.error_bound() * other.size() < 5.001
 
 
 @pytest.mark.parametrize("method", ["exact", "pgd", "agem", lambda K, b, start: b * 0.0])
@@ -259,6 +269,8 @@ def test_certificates_do_not_overflow(size, rng):
     assert float(sol.kkt_residual()) < 1e-14
     assert float(sol.duality_gap()) < 1e-14
     assert float(sol.error_bound()) < 1e-11
+    with np.errstate(all="raise"):
+        assert solve_dual(G, -size * np.ones(4), margin=1e-300).kkt_residual() < 1e-14
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gemproj import PGD, project
+from gemproj import PGD, project, solve_dual
 from gemproj.torch import Keeper
 
 BACKEND = "aot_eager"  # not inductor, which needs a C++ compiler: what matters is the graph that reaches it
@@ -73,6 +73,18 @@ def test_other_methods_break_the_graph():
         torch.compile(call, backend=BACKEND)(*(a.requires_grad_() for a in problem()))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo")  # it looks into caches
+def test_solutions_compile():
+    def call(G, g):
+        sol = solve_dual(G, g)
+        return sol.multipliers, sol.kkt_residual(), sol.error_bound()
+
+    given = [a.flatten(-2) for a in problem()]
+    found = torch.compile(call, backend=BACKEND)(*given)
+    torch.testing.assert_close(found, call(*given), rtol=0, atol=1e-14)
+    torch.compiler.reset()
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo detected")  # it looks into the eager call that raises the error
 def test_options_are_checked():
     for bad, message in (
@@ -81,6 +93,8 @@ def test_options_are_checked():
         (lambda G, g: project([G], [g], out=[g.float()]), "shape and dtype"),
         (lambda G, g: project([G, G], g), "both be one array"),
         (lambda G, g: project([G[..., :1], G[..., 1:]], [g, g]), r"shapes \(t, \*shape\) in G"),
+        (lambda G, g: project([G, G], [g]), r"shapes \(t, \*shape\) in G"),
+        (lambda G, g: project([G], [g], metric=[torch.ones(10, 5)]), r"shapes \(t, \*shape\) in G"),
     ):
         with pytest.raises(Exception, match=message):
             torch.compile(bad, backend=BACKEND)(*problem())

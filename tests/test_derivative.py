@@ -241,6 +241,14 @@ def test_without_rows_or_violations_the_derivative_is_the_identity(shape):
     assert torch.equal(g.grad, torch.ones_like(g))
 
 
+def test_a_start_that_is_also_an_option_is_a_constant_there_only():
+    G, g = (a.detach() for a in problem(3, 7))
+    penalty, other = (torch.full((3,), 0.1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    project([G], [g], penalty=penalty, warm_start=penalty)[0].sum().backward()
+    project([G], [g], penalty=other)[0].sum().backward()
+    assert torch.equal(penalty.grad, other.grad)
+
+
 def test_what_has_no_derivative_says_so():
     (G, g), out = problem(3, 7), torch.zeros(7, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"Only method 'exact' supports .*; method is PGD"):

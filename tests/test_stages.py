@@ -145,6 +145,12 @@ def test_float32_far_from_one(xp, scale, rng):
         assert_close(xp.numpy(x) / of_g, project(G, g), atol=2e-6)
 
 
+def test_what_rounds_to_less_than_a_normal_number_raises_nothing(rng):
+    G, g = rng.standard_normal((3, 50)), np.float16(1e-4 * rng.standard_normal(50))
+    with np.errstate(all="raise"):
+        assert project(np.float16(G), g).any()
+
+
 def test_without_a_violation_x_is_g(xp):
     """Also where many sets of active rows give g: rows that just meet their constraint, and are repeated."""
     G = np.eye(8, 9)

@@ -21,7 +21,11 @@ _FLOAT64, _NONE = np.dtype(np.float64), np.empty((0, 0))
 
 
 # NumPy's warnings of overflow are switched off, because stage 2 raises an error that names the row.
-@np.errstate(over="ignore", invalid="ignore", under="ignore")
+_silent = np.errstate(over="ignore", invalid="ignore", under="ignore")
+_plain = _silent(_search.solve)
+
+
+@_silent
 def gram(problem: Problem) -> Gram:
     """Return K, b and |g|^2, summed in float64 (float32 on a device that has no float64)."""
     t, batch = problem.t, problem.batch
@@ -48,6 +52,7 @@ def gram(problem: Problem) -> Gram:
     return Gram(K, b, xp.reshape(squares, batch))
 
 
+@_silent
 def combine(problem: Problem, lam: Array, x: list[Array]) -> None:
     """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
     xp, t, batch = problem.xp, problem.t, problem.batch
@@ -75,7 +80,7 @@ def bind(problem: Problem) -> None:
     """Return None: this module serves every problem."""
 
 
-def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, ...]:
+def solve(dual: Dual, run: Any = _plain) -> tuple[np.ndarray, ...]:
     """Return multipliers (..., t), status, pivots and sums of multipliers, see `gemproj._search.solve`.
 
     `run` gets the arguments of that function, all arrays in float64 and row-major order.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, empty_as
+from gemproj._arrays import Array, empty_as, is_row_major
 from gemproj._problem import Problem
 from gemproj._tspace import Gram
 from gemproj.backends import portable
@@ -97,7 +97,7 @@ class Numba:
         """Make the table of several blocks, and divide it into parts of about the columns of a piece."""
         t, piece, size = problem.t, self.piece, self.like.itemsize
         rows, vector, columns = problem.rows, problem.vector, np.array(problem.sizes)
-        adjacent = problem.xp.Tensor.is_contiguous if problem.is_torch else is_contiguous
+        adjacent = problem.xp.Tensor.is_contiguous if problem.is_torch else is_row_major
         plain: Any = np.all([list(map(adjacent, a)) for a in (rows, vector)], axis=0)
         places = np.array([addresses(rows), addresses(vector)])
         if not (places.all(axis=0) | (columns == 0)).all():
@@ -166,7 +166,7 @@ class Numba:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
         m, n = self.problems, problem.columns
         lams = np.array(lam, np.float64).reshape((m, problem.t))
-        made = [a if is_contiguous(a) else empty_as(a) for a in x]
+        made = [a if is_row_major(a) else empty_as(a) for a in x]
         places = addresses(made)
         if problem.is_torch and (
             any(map(problem.xp.Tensor.is_neg, x))
@@ -204,16 +204,8 @@ def like_of(kind: Any, dtype: Any) -> Any:
     return _LIKE.get(str(dtype)) if kind is np.ndarray or of_torch else None
 
 
-def is_contiguous(a: Array) -> bool:
-    """Return whether all entries of an array are adjacent, in row-major order, at aligned addresses."""
-    if isinstance(a, np.ndarray):
-        flags = a.flags
-        return flags.c_contiguous and flags.aligned
-    return bool(a.is_contiguous())
-
-
 def copied(a: Array) -> Array:
-    """Return a copy that `is_contiguous`."""
+    """Return a copy that `is_row_major`."""
     made = empty_as(a)
     made[...] = a
     return made
@@ -239,7 +231,7 @@ def readable(
     """
     n = of_vector[-1]
     steps: list[Any] = [of_rows[1] * n, n, 1, n]
-    if not (is_contiguous(G) and is_contiguous(g)):
+    if not (is_row_major(G) and is_row_major(g)):
         G, g = G.reshape(of_rows), g.reshape(of_vector)  # views if possible
         *steps, of_entry = *_steps(G), *_steps(g)
         if n == 1:  # a step that is not taken
