@@ -1,5 +1,6 @@
 """Texts that a model writes itself, sets that are held out, and a teacher that stores nothing."""
 
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,6 +219,30 @@ def test_a_chat_template_may_begin_with_what_the_user_says():
     model, words = tools()
     words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert len(write(model, words)) == 6
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("template", [" [ASK] {} [/ASK] ", "{}"])  # of the second one, the answer begins so
+def test_a_question_ends_where_the_template_ends_it(template, special, monkeypatch):
+    """Also if the model writes on, because no token that ends a text is there."""
+    model, _ = tools()
+    words = tokenizer([*WORDS[:14], "[ASK]", "[/ASK]"])
+    words.chat_template = "{% for m in messages %}" + template.format("{{ m['content'] }}") + "{% endfor %}"
+    words.chat_template += "" if "ASK" in template else "{% if add_generation_prompt %} [/ASK] {% endif %}"
+    if special:
+        words.add_special_tokens({"additional_special_tokens": ["[ASK]", "[/ASK]"]})
+    number = itertools.count()
+
+    def says(input_ids, **given):
+        asked = "[/ASK]" not in words.decode(input_ids[0])
+        rows = [f"w{next(number) % 9} w9 w10 w11{' [/ASK] w12 w13' if asked else ''} <end>" for _ in input_ids]
+        return torch.cat([input_ids, torch.tensor(words(rows)["input_ids"])], 1)
+
+    monkeypatch.setattr(model, "generate", says)
+    for one in write(model, words):
+        asked, _, answer = words.decode(one["input_ids"]).partition(" [/ASK] ")
+        assert asked.split()[-4:][1:] == ["w9", "w10", "w11"]
+        assert answer.split()[1:] == ["w9", "w10", "w11", "<end>"]
 
 
 def test_a_text_is_taken_once(monkeypatch):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from bisect import bisect_left
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -208,14 +209,24 @@ class _Writer:
             return [({"input_ids": a, "labels": b}, b, b) for a, b in zip(inputs, outputs, strict=True)]
         if not self._chats:
             return [({"input_ids": self._first + new}, new, new) for new in self._written([self._first] * n)]
-        before = self._template(_MARK).partition(_MARK)[0]  # up to the content of a user's message
+        # Around the content of a user's message; what is after it may be the beginning of the answer only.
+        (before, _, after), (_, _, begun) = (
+            self._template(_MARK, add_generation_prompt=answers).partition(_MARK) for answers in (False, True)
+        )
+        end = after.strip() or begun.strip() or _MARK
         asked = self._written([self._ids(before) or self._first] * n)
-        said = [self._tokenizer.decode(new, skip_special_tokens=True).strip() for new in asked]
+        said = [self._asked(new, end) for new in asked]
         # They may have more tokens when they are read again.
         said = [text for text in said if len(self._ids(text)) <= self._room]
         prompts = [self._ids(self._template(text, add_generation_prompt=True)) for text in said if text]
         answers = self._written(prompts or [self._first])  # always, as other processes may wait
         return [({"input_ids": a + b}, a + b, b) for a, b in zip(prompts, answers, strict=False)]
+
+    def _asked(self, new: list[int], end: str) -> str:
+        """Return a question up to what ends it in the template, which may be no token that ends a text."""
+        decode = self._tokenizer.decode
+        stop = bisect_left(range(len(new)), True, key=lambda k: end in decode(new[: k + 1])) + 1
+        return str(decode(new[:stop], skip_special_tokens=True)).partition(end)[0].strip()
 
     def _written(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the new tokens after each prompt, up to and with the first token that ends a text."""
