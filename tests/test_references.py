@@ -108,7 +108,19 @@ def test_keys_of_the_cache():
         keys.append(_Writer(model, words, 8, 1.0).key({}))
     model.generation_config.eos_token_id = 5
     keys.append(_Writer(model, words, 8, 1.0).key({}))
+    model.base_model.model.model.layers[0].self_attn.q_proj.scaling["b"] *= 2
+    keys.append(_Writer(model, words, 8, 1.0).key({}))
+    model.config.rms_norm_eps = 0.1
+    keys.append(_Writer(model, words, 8, 1.0).key({}))
     assert len(set(keys)) == len(keys) - 1
+
+
+def test_a_model_that_is_saved_and_loaded_has_its_key(tmp_path):
+    model, words = tools()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    again.config.use_cache = False  # as a Trainer sets it
+    assert len({_Writer(one, words, 8, 1.0).key({}) for one in (model, again)}) == 1
 
 
 def test_a_new_adapter_has_the_key_of_another_one():
@@ -140,7 +152,7 @@ def test_a_cache_that_cannot_be_read_or_written_stops_nothing(tmp_path, monkeypa
     first = write(model, words, cache=tmp_path)
     (file,) = tmp_path.iterdir()
     whole = file.read_text()
-    for damaged in (whole[:20], ""):
+    for damaged in (whole[:20], "", "null", "{}", "[1, 2]", "[{}, {}, {}, {}, {}, {}]"):
         file.write_text(damaged)
         assert write(model, words, cache=tmp_path) == first
         assert file.read_text() == whole
@@ -201,6 +213,22 @@ def test_other_generation_configs():
     assert len(set(map(len, texts))) > 1
     assert all(one[-1] != words.pad_token_id for one in texts)
     assert _Writer(model, words, 9, 1.0)._ended([5, 3, words.pad_token_id]) == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 4),
+        ("max_time", 1e-9),
+        ("prompt_lookup_num_tokens", 2),
+        ("dola_layers", "high"),
+        ("force_words_ids", [[3]]),
+    ],
+)
+def test_a_generation_config_that_searches_or_stops_changes_nothing(name, value):
+    (model, words), expected = tools(), write(*tools())
+    setattr(model.generation_config, name, value)
+    assert write(model, words) == expected
 
 
 PARTS = "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"

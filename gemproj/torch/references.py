@@ -29,6 +29,12 @@ from gemproj.torch.vector import group_of, local, mesh_of
 _SHORTEST, _ANSWER, _DIFFERENT = 8, 2, 0.2
 # The model may write this many times the wanted number; if fewer are of use, it is refused.
 _PATIENCE = 3
+# Settings of a generation config with which a model does not only sample, or not the same each time; a version
+# of transformers knows some of them.
+_OTHER_WAYS = ("max_time", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers")
+_OTHER_WAYS += ("constraints", "force_words_ids")
+# What a config says of the loading and the use of a model, not of what the model says.
+_NOISE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 _MARK = "\u241f"  # stands for the content of a message, to find where it begins in a chat template
 
 
@@ -99,8 +105,9 @@ def write_references(
     file = None if cache is None or empty else Path(cache) / f"references-{writer.key(settings)}.json"
     texts: list[dict[str, list[int]]] = []
     if file is not None:
-        with suppress(OSError, ValueError, RuntimeError):  # there is none, or no home, or it is damaged
-            texts = json.loads(file.expanduser().read_text())
+        with suppress(Exception):  # there is none, or no home, or it is damaged
+            stored = json.loads(file.expanduser().read_text())
+            texts = stored if len(stored) == n and all(one["input_ids"] for one in stored) else []
     if topology.least(len(texts)):
         return texts
     found, answers, tried = dict[Any, Any](), set[Any](), 0  # each text once
@@ -189,7 +196,8 @@ class _Writer:
         self._options |= {"max_new_tokens": tokens, "pad_token_id": self._pad, "use_cache": True}
         # A generation config may have other values of these, and strings that end a text. Without these, old
         # versions of transformers would pass the tokenizer to an encoder.
-        self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False}
+        self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False, "num_beams": 1}
+        self._options |= {name: None for name in _OTHER_WAYS if hasattr(model.generation_config, name)}
         if getattr(model.generation_config, "stop_strings", None):
             self._options["tokenizer"] = tokenizer
         self._options |= {"synced_gpus": True} if shared else {}  # all processes take as many passes
@@ -263,7 +271,10 @@ class _Writer:
         about.append(getattr(model, "_adapters_disabled", None))  # those that are prompts
         for name, module in model.named_modules():  # layers of peft have several adapters
             if isinstance(active := getattr(module, "active_adapters", None), list):
-                about.append((name, active, getattr(module, "disable_adapters", None) is True))
+                scaling = getattr(module, "scaling", None)
+                about.append((name, active, getattr(module, "disable_adapters", None) is True, scaling))
+        config = model.config.to_json_string(use_diff=False)
+        about.append(json.loads(config, object_hook=lambda one: [(k, one[k]) for k in sorted({*one} - _NOISE)]))
         digest = hashlib.sha256(repr(about).encode())
         samples = {}
         for name, p in model.named_parameters():
