@@ -263,7 +263,9 @@ def test_a_question_ends_where_the_template_ends_it(template, special, monkeypat
 
     def says(input_ids, **given):
         asked = "[/ASK]" not in words.decode(input_ids[0])
-        rows = [f"w{next(number) % 9} w9 w10 w11{' [/ASK] w12 w13' if asked else ''} <end>" for _ in input_ids]
+        rows = [
+            f"w{next(number) % 9} w9 w10 w11{' [/ASK] w12 w13' if asked else ''} <end>" for _ in input_ids
+        ]
         return torch.cat([input_ids, torch.tensor(words(rows)["input_ids"])], 1)
 
     monkeypatch.setattr(model, "generate", says)
@@ -314,6 +316,8 @@ def test_held_out_examples_are_kept_apart():
     _, keeper, held = held_out(50, share=0.2)
     both = torch.stack([x for x, _ in [*keeper.sets["old"].examples, *held.examples]])
     assert (len(keeper.sets["old"]), len(held)) == (40, 10)
+    keeper.keep([task(1, 5)], hold_out=0.2)
+    assert "\nset 1, 1 held out: " in repr(keeper.report())
     assert sorted(map(tuple, both.tolist())) == sorted(map(tuple, task(0, 50)[0].tolist()))
 
 

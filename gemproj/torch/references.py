@@ -29,10 +29,9 @@ from gemproj.torch.vector import group_of, local, mesh_of
 _SHORTEST, _ANSWER, _DIFFERENT = 8, 2, 0.2
 # The model may write this many times the wanted number; if fewer are of use, it is refused.
 _PATIENCE = 3
-# Settings of a generation config with which a model does not only sample, or not the same each time; a version
-# of transformers knows some of them.
-_OTHER_WAYS = ("max_time", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers")
-_OTHER_WAYS += ("constraints", "force_words_ids")
+# Settings of generation, known to some version of transformers, with which a model does not only sample.
+_OTHER_WAYS = ["max_time", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers"]
+_OTHER_WAYS += ["constraints", "force_words_ids"]
 # What a config says of the loading and the use of a model, not of what the model says.
 _NOISE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 _MARK = "\u241f"  # stands for the content of a message, to find where it begins in a chat template
@@ -192,8 +191,8 @@ class _Writer:
         known = (tokenizer.bos_token_id, *self._ends, self._pad)
         self._first = [next(token for token in known if token is not None)]  # with which texts begin
         # The least likely tokens, 5 % in all, are cut: small models derail on them.
-        self._options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 0.95}
-        self._options |= {"max_new_tokens": tokens, "pad_token_id": self._pad, "use_cache": True}
+        self._options: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0}
+        self._options |= {"top_p": 0.95, "pad_token_id": self._pad, "use_cache": True}
         # A generation config may have other values of these, and strings that end a text. Without these, old
         # versions of transformers would pass the tokenizer to an encoder.
         self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False, "num_beams": 1}
@@ -217,11 +216,8 @@ class _Writer:
             return [({"input_ids": a, "labels": b}, b, b) for a, b in zip(inputs, outputs, strict=True)]
         if not self._chats:
             return [({"input_ids": self._first + new}, new, new) for new in self._written([self._first] * n)]
-        # Around the content of a user's message; what is after it may be the beginning of the answer only.
-        (before, _, after), (_, _, begun) = (
-            self._template(_MARK, add_generation_prompt=answers).partition(_MARK) for answers in (False, True)
-        )
-        end = after.strip() or begun.strip() or _MARK
+        before, _, after = self._template(_MARK, add_generation_prompt=True).partition(_MARK)
+        end = (after.strip() or _MARK).splitlines()[0]  # of a user's message
         asked = self._written([self._ids(before) or self._first] * n)
         said = [self._asked(new, end) for new in asked]
         # They may have more tokens when they are read again.
@@ -231,7 +227,7 @@ class _Writer:
         return [({"input_ids": a + b}, a + b, b) for a, b in zip(prompts, answers, strict=False)]
 
     def _asked(self, new: list[int], end: str) -> str:
-        """Return a question up to what ends it in the template, which may be no token that ends a text."""
+        """Return a question up to its end in the template, where the model may write on."""
         decode = self._tokenizer.decode
         stop = bisect_left(range(len(new)), True, key=lambda k: end in decode(new[: k + 1])) + 1
         return str(decode(new[:stop], skip_special_tokens=True)).partition(end)[0].strip()
@@ -271,10 +267,9 @@ class _Writer:
         about.append(getattr(model, "_adapters_disabled", None))  # those that are prompts
         for name, module in model.named_modules():  # layers of peft have several adapters
             if isinstance(active := getattr(module, "active_adapters", None), list):
-                scaling = getattr(module, "scaling", None)
-                about.append((name, active, getattr(module, "disable_adapters", None) is True, scaling))
-        config = model.config.to_json_string(use_diff=False)
-        about.append(json.loads(config, object_hook=lambda one: [(k, one[k]) for k in sorted({*one} - _NOISE)]))
+                about.append((name, active, getattr(module, "disable_adapters", None) is True))
+                about.append(getattr(module, "scaling", None))
+        about += sorted(one for one in model.config.to_dict().items() if one[0] not in _NOISE)
         digest = hashlib.sha256(repr(about).encode())
         samples = {}
         for name, p in model.named_parameters():
