@@ -186,10 +186,9 @@ class _Writer:
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = ends if isinstance(ends, list) else [ends, tokenizer.eos_token_id]
         self._ends = [token for token in ends if token is not None]
-        known = (tokenizer.pad_token_id, *self._ends, 0)
-        self._pad = next(token for token in known if token is not None)
-        known = (tokenizer.bos_token_id, *self._ends, self._pad)
-        self._first = [next(token for token in known if token is not None)]  # with which texts begin
+        pad, bos = tokenizer.pad_token_id, tokenizer.bos_token_id
+        self._pad = [*self._ends, 0][0] if pad is None else pad
+        self._first = [bos] if bos is not None else [*self._ends, self._pad][:1]  # with which texts begin
         # The least likely tokens, 5 % in all, are cut: small models derail on them.
         self._options: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0}
         self._options |= {"top_p": 0.95, "pad_token_id": self._pad, "use_cache": True}
