@@ -498,6 +498,12 @@ def test_a_history_stays_small():
     steps = [step for step, _, _ in keeper.history.points()["a"]]
     assert 500 <= len(steps) <= 1000
     assert len({later - one for one, later in itertools.pairwise(steps)}) == 1  # over all of the training
+    for step in range(4031, 80_000, 64):  # of looks, none of which is in a step that a power of two divides
+        keeper.history.steps = step
+        keeper.history.add(keeper.last)
+    points = keeper.history.points()["a"]
+    assert 500 <= len(points) <= 1000
+    assert points[-1][0] > 79_000
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

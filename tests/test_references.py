@@ -1,5 +1,6 @@
 """Texts that a model writes itself, sets that are held out, and a teacher that stores nothing."""
 
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,7 +108,19 @@ def test_keys_of_the_cache():
         keys.append(_Writer(model, words, 8, 1.0).key({}))
     model.generation_config.eos_token_id = 5
     keys.append(_Writer(model, words, 8, 1.0).key({}))
+    model.base_model.model.model.layers[0].self_attn.q_proj.scaling["b"] *= 2
+    keys.append(_Writer(model, words, 8, 1.0).key({}))
+    model.config.rms_norm_eps = 0.1
+    keys.append(_Writer(model, words, 8, 1.0).key({}))
     assert len(set(keys)) == len(keys) - 1
+
+
+def test_a_model_that_is_saved_and_loaded_has_its_key(tmp_path):
+    model, words = tools()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    again.config.use_cache = False  # as a Trainer sets it
+    assert len({_Writer(one, words, 8, 1.0).key({}) for one in (model, again)}) == 1
 
 
 def test_a_new_adapter_has_the_key_of_another_one():
@@ -139,7 +152,7 @@ def test_a_cache_that_cannot_be_read_or_written_stops_nothing(tmp_path, monkeypa
     first = write(model, words, cache=tmp_path)
     (file,) = tmp_path.iterdir()
     whole = file.read_text()
-    for damaged in (whole[:20], ""):
+    for damaged in (whole[:20], "", "null", "{}", "[1, 2]", "[{}, {}, {}, {}, {}, {}]"):
         file.write_text(damaged)
         assert write(model, words, cache=tmp_path) == first
         assert file.read_text() == whole
@@ -202,6 +215,22 @@ def test_other_generation_configs():
     assert _Writer(model, words, 9, 1.0)._ended([5, 3, words.pad_token_id]) == [5, 3]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 4),
+        ("max_time", 1e-9),
+        ("prompt_lookup_num_tokens", 2),
+        ("dola_layers", "high"),
+        ("force_words_ids", [[3]]),
+    ],
+)
+def test_a_generation_config_that_searches_or_stops_changes_nothing(name, value):
+    (model, words), expected = tools(), write(*tools())
+    setattr(model.generation_config, name, value)
+    assert write(model, words) == expected
+
+
 PARTS = "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
 
 
@@ -218,6 +247,32 @@ def test_a_chat_template_may_begin_with_what_the_user_says():
     model, words = tools()
     words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert len(write(model, words)) == 6
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("template", [" [ASK] {} [/ASK] ", "{}"])  # of the second one, the answer begins so
+def test_a_question_ends_where_the_template_ends_it(template, special, monkeypatch):
+    """Also if the model writes on, because no token that ends a text is there."""
+    model, _ = tools()
+    words = tokenizer([*WORDS[:14], "[ASK]", "[/ASK]"])
+    words.chat_template = "{% for m in messages %}" + template.format("{{ m['content'] }}") + "{% endfor %}"
+    words.chat_template += "" if "ASK" in template else "{% if add_generation_prompt %} [/ASK] {% endif %}"
+    if special:
+        words.add_special_tokens({"additional_special_tokens": ["[ASK]", "[/ASK]"]})
+    number = itertools.count()
+
+    def says(input_ids, **given):
+        asked = "[/ASK]" not in words.decode(input_ids[0])
+        rows = [
+            f"w{next(number) % 9} w9 w10 w11{' [/ASK] w12 w13' if asked else ''} <end>" for _ in input_ids
+        ]
+        return torch.cat([input_ids, torch.tensor(words(rows)["input_ids"])], 1)
+
+    monkeypatch.setattr(model, "generate", says)
+    for one in write(model, words):
+        asked, _, answer = words.decode(one["input_ids"]).partition(" [/ASK] ")
+        assert asked.split()[-4:][1:] == ["w9", "w10", "w11"]
+        assert answer.split()[1:] == ["w9", "w10", "w11", "<end>"]
 
 
 def test_a_text_is_taken_once(monkeypatch):
@@ -261,6 +316,8 @@ def test_held_out_examples_are_kept_apart():
     _, keeper, held = held_out(50, share=0.2)
     both = torch.stack([x for x, _ in [*keeper.sets["old"].examples, *held.examples]])
     assert (len(keeper.sets["old"]), len(held)) == (40, 10)
+    keeper.keep([task(1, 5)], hold_out=0.2)
+    assert "\nset 1, 1 held out: " in repr(keeper.report())
     assert sorted(map(tuple, both.tolist())) == sorted(map(tuple, task(0, 50)[0].tolist()))
 
 

@@ -126,24 +126,28 @@ def test_a_training_that_stops_within_a_step_saves_the_norm(tmp_path):
 
 
 @pytest.mark.parametrize("named", [3, 6, None])
-def test_a_checkpoint_elsewhere_is_named_by_the_caller(named, tmp_path):
-    whole, resumed = (Transformers(tmp_path / name, Promise(examples=3)) for name in ("whole", "resumed"))
-    for driver in (whole, resumed):
-        driver.keep(batches(0)[:1])
-    whole.train(batches(1), save=True, epochs=2)
+def test_a_checkpoint_elsewhere_is_that_of_the_training(named, tmp_path):
+    """Whatever the arguments say, and whatever other run was saved in the folder of this one."""
+    whole, other, resumed = (
+        Transformers(tmp_path / name, Promise(examples=3)) for name in ("whole", "resumed", "resumed")
+    )
+    for driver, k in ((whole, 0), (other, 1), (resumed, 0)):
+        driver.keep(batches(k)[:1])
+    for driver in (whole, other):
+        driver.train(batches(1), save=True, epochs=2)
     changes = {"resume_from_checkpoint": str(whole.folder / f"checkpoint-{named}")} if named else {}
     trainer = resumed.trainer(batches(1), num_train_epochs=2, **changes)
-    if named == 3:
-        trainer.train(resume_from_checkpoint=str(whole.folder / "checkpoint-3"))
-        assert torch.equal(flat(resumed.model), flat(whole.model))
-    else:  # none, or that of another step
-        with pytest.raises(ValueError, match=r"resumes at step 3, .*Set args.resume_from_checkpoint .*begin"):
-            trainer.train(resume_from_checkpoint=str(whole.folder / "checkpoint-3"))
-    folder = resumed.folder / "checkpoint-3"
-    folder.mkdir()
-    (folder / "keeper_rank0.pt").touch()
+    folder = whole.folder / "checkpoint-3"
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert torch.equal(flat(resumed.model), flat(whole.model))
+    (folder / "keeper.pt").rename(folder / "keeper_rank0.pt")
     with pytest.raises(FileNotFoundError, match="with the same number of processes"):
         resumed.keeper._find(SimpleNamespace(resume_from_checkpoint=str(folder)), 3)
+    (folder / "keeper_rank0.pt").unlink()
+    with pytest.raises(
+        ValueError, match=r"resumes at step 3, .* was made without a keeper, begin a training"
+    ):
+        trainer.train(resume_from_checkpoint=str(folder))
 
 
 def test_a_state_is_written_beside_an_optimizers_state_only(tmp_path):
@@ -263,9 +267,27 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
     assert again.report()["kept"].steps == whole.report()["kept"].steps == 4
     with pytest.warns(UserWarning, match="examples of 'kept' that are in the checkpoint; the other ones"):
         kept_by(data[:-1][::-1], tmp_path, limit=7, resume=str(tmp_path / "checkpoint-2"))
-    for wrong, text in (("red", "one text"), ([{"role": "user", "content": "red"}], "one conversation")):
+    for wrong, text in (
+        ("red", "one text"),
+        ([{"role": "user", "content": "red"}], "one conversation"),
+        ((text for text in data), r"found a generator. Pass list\(texts\)"),
+        ({"a": DataLoader(data)}, r"Call keep\(one, name=...\) for each"),
+        (0.02, "Pass promise=0.02"),
+        (Promise(), r"Pass promise=Promise\("),
+    ):
         with pytest.raises(TypeError, match=text):
             kept_by(wrong, tmp_path / "wrong")
+
+
+def test_messages_with_other_keys_are_refused():
+    words = tokenizer(WORDS)
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    made, asked = examples(language_model(), words), {"role": "user", "content": "red"}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "red"}}]}
+    assert made.of([[asked, call]])[0][0][TEXT]["input_ids"] == [2]
+    for keys in ({"role": "user", "contents": "red"}, {"from": "human", "value": "red"}):
+        with pytest.raises(ValueError, match=f"must have role and content; found {', '.join(keys)}"):
+            made.of([{"messages": [asked, keys]}])[0][0]
 
 
 def examples(model, words, loader=None, max_length=None, removes=True, **more):
@@ -332,6 +354,11 @@ def test_an_encoder_decoder_reads_one_text_and_says_another():
     for wrong in ("red", {"text": "red"}, {"prompt": "red"}, {"input_ids": [2]}):
         with pytest.raises(ValueError, match="so data needs what it reads and what it says"):
             made.of([wrong])[0][0]
+
+
+def test_a_generator_of_batches_is_kept_to_its_first_one(tmp_path):
+    keeper, _ = kept_by((batch for batch in Stream()), tmp_path)
+    assert len(keeper.sets["kept"]) == 12
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -409,6 +436,14 @@ def test_held_out_losses_are_those_of_the_best_model_if_it_is_loaded(metric, tmp
     last, *before, end = found
     assert tuple(last) == tuple(end) == keeper.report()["kept"].held_out
     assert last == before[0] != before[1]
+
+
+def test_only_the_model_that_is_kept_is_measured_and_an_interval_of_one_example_is_not_logged(tmp_path):
+    keeper, trainer = kept_by(texts(), tmp_path, hold_out=0.1)
+    other = fine_tuning(language_model(seed=1), keeper, tmp_path)
+    own, others = (one.evaluate(trainer.train_dataset) for one in (trainer, other))
+    assert {key for key in own if key.startswith("keep/")} == {"keep/kept/held_out", "keep/kept/bound"}
+    assert not any(key.startswith("keep/") for key in others)
 
 
 def test_a_metric_of_which_less_is_better_is_not_taken_for_another():
@@ -489,6 +524,7 @@ def test_options_of_the_texts_that_the_model_writes(tmp_path, monkeypatch):
     for options, sizes in (
         ({"name": "said", "limit": 8, "hold_out": 0.25}, {"said": (6, 2)}),
         ({}, {"references": (4, 1)}),
+        ({"name": None}, {"references": (4, 1)}),
     ):
         keeper = kept_by(None, tmp_path, **options)[0]
         assert {name: (len(kept), len(kept.held)) for name, kept in keeper.sets.items()} == sizes
@@ -529,6 +565,15 @@ def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
         silent = KeeperCallback(promise=Promise(Distillation()))  # these models write no texts
         with pytest.warns(UserWarning, match="0 sets kept"):
             fine_tuning(one, silent, tmp_path, collate).train()
+
+
+def test_adapters_of_a_checkpoint_are_not_new_ones(tmp_path):
+    """They have learned what is apart from what the model says without them."""
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = adapted(language_model(), target_modules=["q_proj"])
+        told = nullcontext() if resume else pytest.warns(UserWarning, match="model says with its adapters")
+        with told:
+            kept_by(texts(), tmp_path, 1e-6, model, resume)
 
 
 def test_a_set_of_another_adapter_is_left_out(tmp_path):

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from itertools import chain
+from itertools import chain, islice
 from operator import add
 from typing import Any
 
@@ -67,6 +67,12 @@ class Examples:
         """Return data of a Trainer's user as `keep` takes it, with a collate function."""
         if isinstance(data, str):
             raise TypeError("data must be a list of texts; found one text. Pass [text].")
+        if type(data) is dict and any(isinstance(one, DataLoader | Dataset) for one in data.values()):
+            raise TypeError("data must be one set; found a dict of sets. Call keep(one, name=...) for each.")
+        if inspect.isgenerator(data):
+            data = chain(begin := [*islice(data, 1)], data)
+            if isinstance([*begin, None][0], str):
+                raise TypeError("data must be a list of texts; found a generator. Pass list(texts).")
         data = listed(data)
         streams = isinstance(data, IterableDataset) or is_kind(data, STREAM)
         indexed = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | Mapping)
@@ -161,6 +167,9 @@ class Examples:
     def ids(self, one: Any, template: Mapping[str, Any], key: str = "text") -> list[int]:
         """Return the tokens of a text or of a conversation, cut to the longest length."""
         plain = isinstance(one, str)
+        for said in [] if plain else one:  # a template may leave out what it does not find
+            if "role" not in said or not {"content", "tool_calls"} & said.keys():
+                raise ValueError(f"A message must have role and content; found {', '.join(said)}.")
         text = one if plain else self.tokenizer.apply_chat_template(one, tokenize=False, **template)
         # A template writes its own special tokens.
         options = {key: text, "truncation": True, "add_special_tokens": plain}

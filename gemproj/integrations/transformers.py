@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 try:
@@ -66,9 +67,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     clipped. Only trainable parameters are projected, so with peft only the adapters add to the cost. Logs
     include the numbers of `logs`, such as ``keep/excess``, wherever `report_to` sends them.
 
-    Checkpoints include a file ``keeper.pt``, or one per process. It is found if training resumes from a
-    folder in ``args.output_dir``; for another one, which callbacks are not told, also set
-    ``args.resume_from_checkpoint``.
+    Checkpoints include a file ``keeper.pt``, or one per process, from which training resumes.
 
     Parameters
     ----------
@@ -102,9 +101,12 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     def __init__(
         self, data: Any = None, promise: Promise | Loss | float | None = None, **options: Any
     ) -> None:
+        if isinstance(data, float | int | Promise):
+            raise TypeError(f"data must be texts or examples; found {data!r}. Pass promise={data!r}.")
         self._writes = data is None
         if self._writes:
-            options = {"name": "references", "hold_out": _HELD_OUT} | options
+            options = {"hold_out": _HELD_OUT} | options
+            options["name"] = "references" if options.get("name") is None else options["name"]
         super().__init__(data, promise, **options)
         self._final: dict[str, Any] = {}  # the last log of a training
 
@@ -155,8 +157,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         self._collate = Examples(model, tokenizer, args, kwargs.get("train_dataloader"))
         tenth = max(state.max_steps // 10, 4)
         self._soon = (min(tenth, 20), tenth)  # a warm-up may end between the two
+        self._training.begun = state.global_step  # adapters of a checkpoint are not new ones
         self._keep_pending()
-        self._begun = 0
+        self._training.begun = self._begun = 0
         self.logs()  # drops the numbers of an earlier training
         if state.global_step:
             given = dict(self.sets)
@@ -223,7 +226,9 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
         self._final = logs
         # The best model is loaded after the last log.
         ends = "train_loss" in logs and not args.load_best_model_at_end
-        if ends or any(key.startswith("eval_") for key in logs):
+        model = getattr(kwargs["model"], "_orig_mod", kwargs["model"])  # of another trainer, maybe
+        own = self._training is not None and base_of(model) is base_of(self._training.model)
+        if own and (ends or any(key.startswith("eval_") for key in logs)):
             numbers |= self._measured()
         best = (args.metric_for_best_model or "").removeprefix("eval_")
         if best in numbers:  # the Trainer looks for it under this name
@@ -266,6 +271,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             f"keep/{name}/{key}": number
             for name, found in self._scored().items()
             for key, number in zip(_HELD, found, strict=False)
+            if key == _HELD[0] or abs(number) < float("inf")  # of one example, an interval has no ends
         }
 
     def _come_first(self) -> None:
@@ -273,26 +279,25 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
         A callback is not told in which list it is; it is called by the object that has the list.
         """
-        frame: Any = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe()):
             callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
             if isinstance(callbacks, list) and self in callbacks:
                 callbacks.remove(self)
                 callbacks.insert(0, self)
                 return
-            frame = frame.f_back
 
     def _find(self, args: Any, step: int) -> dict[str, Any]:
         """Return the state of the keeper at the step from which training resumes, or raise."""
-        named = args.resume_from_checkpoint
-        folder = Path(named) if named and os.path.isdir(named) else _checkpoint(args, step)
+        # Callbacks are not told of the folder, which the Trainer that calls them knows.
+        known = [frame.f_locals.get("resume_from_checkpoint") for frame, _ in walk_stack(sys._getframe())]
+        named = (one for one in (*known, args.resume_from_checkpoint) if isinstance(one, str | Path))
+        folder = Path(next(filter(os.path.isdir, named), "") or _checkpoint(args, step))
         if any(folder.glob("keeper*.pt")) and (found := read(folder))["step"] == step:
             return found
         raise ValueError(
             f"Training resumes at step {step}, but the state of the keeper at that step is not in {folder}. "
-            "Set args.resume_from_checkpoint to the checkpoint. If it was made without a keeper, begin a "
-            "training from its model instead: Model.from_pretrained(checkpoint), and train() without "
-            "resume_from_checkpoint."
+            "If the checkpoint was made without a keeper, begin a training from its model instead: "
+            "Model.from_pretrained(checkpoint), and train() without resume_from_checkpoint."
         )
 
 

@@ -20,7 +20,7 @@ from gemproj.torch.keep import Score
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Promise
 
-# Maximum number of points of a plot. When it is reached, every second point goes, and half as many are added.
+# Maximum number of points of a plot. When it is reached, one is left in twice as many steps.
 _MOST_POINTS = 1000
 # Maximum number of steps that are counted together to avoid many small operations, and maximum number of
 # entries of their Gram matrices.
@@ -329,11 +329,14 @@ class History:
             line.multiplier += float(np.nan_to_num(lam[:, k]).sum())
             line.looks += sum(step.ages[k] == 0 for step in pending)
             found = zip(numbers, losses[:, k].tolist(), (losses - excess)[:, k].tolist(), strict=True)
-            self._points.setdefault(name, []).extend(p for p in found if p[0] % self._every == 0)
+            points = self._points.setdefault(name, [])
+            for point in found:  # the first one of so many steps; a set may have points in few of them
+                if not points or points[-1][0] // self._every < point[0] // self._every:
+                    points.append(point)
         while any(len(points) > _MOST_POINTS for points in self._points.values()):
             self._every *= 2
             for points in self._points.values():
-                points[:] = [point for point in points if point[0] % self._every == 0]
+                points[:] = [*{one[0] // self._every: one for one in points[::-1]}.values()][::-1]
 
 
 # Relative excess of a loss that is a rounding error, and share of a tolerance that is not counted.
@@ -451,7 +454,8 @@ def _judge(line: Line, promise: Promise, score: Score) -> None:
 
 
 def _said(line: Line) -> str:
-    name = f"{line.name}, {line.held} held out" if line.held else line.name
+    name = f"set {line.name}" if isinstance(line.name, int) else line.name
+    name = f"{name}, {line.held} held out" if line.held else name
     if line.kept is None:
         return f"{name}: not known, as another adapter is active, or the keeper has no model"
     assert line.held_out is not None

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from bisect import bisect_left
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -28,6 +29,11 @@ from gemproj.torch.vector import group_of, local, mesh_of
 _SHORTEST, _ANSWER, _DIFFERENT = 8, 2, 0.2
 # The model may write this many times the wanted number; if fewer are of use, it is refused.
 _PATIENCE = 3
+# Settings of generation, known to some version of transformers, with which a model does not only sample.
+_OTHER_WAYS = ["max_time", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers"]
+_OTHER_WAYS += ["constraints", "force_words_ids"]
+# What a config says of the loading and the use of a model, not of what the model says.
+_NOISE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 _MARK = "\u241f"  # stands for the content of a message, to find where it begins in a chat template
 
 
@@ -98,8 +104,9 @@ def write_references(
     file = None if cache is None or empty else Path(cache) / f"references-{writer.key(settings)}.json"
     texts: list[dict[str, list[int]]] = []
     if file is not None:
-        with suppress(OSError, ValueError, RuntimeError):  # there is none, or no home, or it is damaged
-            texts = json.loads(file.expanduser().read_text())
+        with suppress(Exception):  # there is none, or no home, or it is damaged
+            stored = json.loads(file.expanduser().read_text())
+            texts = stored if len(stored) == n and all(one["input_ids"] for one in stored) else []
     if topology.least(len(texts)):
         return texts
     found, answers, tried = dict[Any, Any](), set[Any](), 0  # each text once
@@ -179,16 +186,16 @@ class _Writer:
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = ends if isinstance(ends, list) else [ends, tokenizer.eos_token_id]
         self._ends = [token for token in ends if token is not None]
-        known = (tokenizer.pad_token_id, *self._ends, 0)
-        self._pad = next(token for token in known if token is not None)
-        known = (tokenizer.bos_token_id, *self._ends, self._pad)
-        self._first = [next(token for token in known if token is not None)]  # with which texts begin
+        pad, bos = tokenizer.pad_token_id, tokenizer.bos_token_id
+        self._pad = [*self._ends, 0][0] if pad is None else pad
+        self._first = [bos] if bos is not None else [*self._ends, self._pad][:1]  # with which texts begin
         # The least likely tokens, 5 % in all, are cut: small models derail on them.
-        self._options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 0.95}
-        self._options |= {"max_new_tokens": tokens, "pad_token_id": self._pad, "use_cache": True}
+        self._options: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0}
+        self._options |= {"top_p": 0.95, "pad_token_id": self._pad, "use_cache": True}
         # A generation config may have other values of these, and strings that end a text. Without these, old
         # versions of transformers would pass the tokenizer to an encoder.
-        self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False}
+        self._options |= {"num_return_sequences": 1, "return_dict_in_generate": False, "num_beams": 1}
+        self._options |= {name: None for name in _OTHER_WAYS if hasattr(model.generation_config, name)}
         if getattr(model.generation_config, "stop_strings", None):
             self._options["tokenizer"] = tokenizer
         self._options |= {"synced_gpus": True} if shared else {}  # all processes take as many passes
@@ -208,14 +215,21 @@ class _Writer:
             return [({"input_ids": a, "labels": b}, b, b) for a, b in zip(inputs, outputs, strict=True)]
         if not self._chats:
             return [({"input_ids": self._first + new}, new, new) for new in self._written([self._first] * n)]
-        before = self._template(_MARK).partition(_MARK)[0]  # up to the content of a user's message
+        before, _, after = self._template(_MARK, add_generation_prompt=True).partition(_MARK)
+        end = (after.strip() or _MARK).splitlines()[0]  # of a user's message
         asked = self._written([self._ids(before) or self._first] * n)
-        said = [self._tokenizer.decode(new, skip_special_tokens=True).strip() for new in asked]
+        said = [self._asked(new, end) for new in asked]
         # They may have more tokens when they are read again.
         said = [text for text in said if len(self._ids(text)) <= self._room]
         prompts = [self._ids(self._template(text, add_generation_prompt=True)) for text in said if text]
         answers = self._written(prompts or [self._first])  # always, as other processes may wait
         return [({"input_ids": a + b}, a + b, b) for a, b in zip(prompts, answers, strict=False)]
+
+    def _asked(self, new: list[int], end: str) -> str:
+        """Return a question up to its end in the template, where the model may write on."""
+        decode = self._tokenizer.decode
+        stop = bisect_left(range(len(new)), True, key=lambda k: end in decode(new[: k + 1])) + 1
+        return str(decode(new[:stop], skip_special_tokens=True)).partition(end)[0].strip()
 
     def _written(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the new tokens after each prompt, up to and with the first token that ends a text."""
@@ -253,6 +267,8 @@ class _Writer:
         for name, module in model.named_modules():  # layers of peft have several adapters
             if isinstance(active := getattr(module, "active_adapters", None), list):
                 about.append((name, active, getattr(module, "disable_adapters", None) is True))
+                about.append(getattr(module, "scaling", None))
+        about += sorted(one for one in model.config.to_dict().items() if one[0] not in _NOISE)
         digest = hashlib.sha256(repr(about).encode())
         samples = {}
         for name, p in model.named_parameters():
