@@ -71,7 +71,7 @@ for name in ["Gram", "Method"]:
     numpydoc_xref_aliases[name] = f"gemproj.{name}"
 for name in ["Keeper", "PerExample", "Projection", "Promise"]:
     numpydoc_xref_aliases[name] = f"gemproj.torch.{name}"
-for line in (Path(__file__).parent / "inventories/torch.txt").read_text().splitlines()[3:]:
+for line in (Path(__file__).parent / "inventories/torch.txt").read_text(encoding="utf-8").splitlines()[3:]:
     name = line.split()[0]
     numpydoc_xref_aliases[name] = f":obj:`{name}`"
 

@@ -94,6 +94,17 @@ def test_every_other_method_runs(stage, method, one_thread):
     assert found["projections"] == 12 * (not method.startswith("replay"))
 
 
+def test_what_is_stored_is_no_part_of_a_step(stage, monkeypatch, one_thread):
+    phases, recorders = [], []
+    watch, add = train.Recorder.watch, train.Memory.add
+    monkeypatch.setattr(train.Recorder, "watch", lambda one, *to: recorders.append(one) or watch(one, *to))
+    monkeypatch.setattr(
+        train.Memory, "add", lambda memory, *of: phases.append(recorders[0].phase) or add(memory, *of)
+    )
+    train.Run(MINI, "replay", 3, *stage)()
+    assert phases == [None] * MINI.experiences
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,7 +11,7 @@ pytest.importorskip("mpmath")
 pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
-from asv_benchmarks.reports import batched, boards, gradient_cones, maros_meszaros, mpc  # noqa: E402
+from asv_benchmarks.reports import batched, boards, gem_script, gradient_cones, maros_meszaros, mpc  # noqa: E402
 from asv_benchmarks.reports.programs import solve_problem  # noqa: E402
 
 SHAPES = {  # numbers of variables, inequalities and equalities; rank of P
@@ -86,6 +86,13 @@ def test_the_set_of_control_is_read_solved_and_judged(tmp_path, rng):
     found = CliRunner().invoke(typed(mpc.main), [str(tmp_path)])
     assert found.exit_code == 1, found.output
     assert "2 of 3" in found.output
+
+
+@pytest.mark.parametrize("command", [mpc, maros_meszaros, gem_script])
+def test_a_folder_that_is_not_there_is_named(command):
+    found = CliRunner().invoke(typed(command.main), ["nowhere"])
+    assert found.exit_code == 2
+    assert "nowhere" in found.output
 
 
 def test_a_file_of_maros_and_meszaros_is_read(tmp_path):

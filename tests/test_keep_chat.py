@@ -97,6 +97,7 @@ def test_continues_where_it_stopped(finished, monkeypatch):
     assert all(again[key] == one for key, one in records(done).items())
 
 
+SEQUENCE = ["--skills", "sequence", "--methods", "plain"]
 OTHERS = "plain@0.5 average:0.5 text:1 own:1 promise-own:0.05"
 for word, module in (
     ("osf", "peft.tuners.osf"),
@@ -123,7 +124,7 @@ def test_other_contents_are_other_texts(finished, folder, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("examples.common.results.work", lambda *given: None)
     monkeypatch.setattr(program.report, "publish", lambda *given: [])
-    options = [*finished[1][:6], "--skills", "sequence", "--instructions", "tasks.jsonl"]
+    options = [*finished[1][:6], *SEQUENCE, "--instructions", "tasks.jsonl"]
     task = "\n".join(
         json.dumps({"task": f"{k // 4}", "input": f"{k % 2}?", "targets": [f"{k}"]}) for k in range(20)
     )
@@ -156,7 +157,7 @@ def test_a_report_needs_a_folder(capsys):
     ("arguments", "said"),
     [
         (["--report", "--out", "nowhere"], "has no finished runs"),
-        (["--instructions", __file__, "--skills", "sequence"], "line 1: JSON with task, input, targets"),
+        ([*SEQUENCE, "--instructions", __file__], "line 1: JSON with task, input, targets"),
         (["--abilities", __file__], "test_keep_chat.py, line 1"),
         (["--methods", "promise:nan"], "VALUE is finite"),
         (["--methods", "promise:-1"], "VALUE is finite"),
@@ -173,7 +174,9 @@ def test_a_report_needs_a_folder(capsys):
         (["--methods", "promise:0.05#few"], "VALUE, SETS, TEXTS and RATE are numbers"),
         (["--methods", "promise:0.05/lara"], "unknown adapters"),
         (["--model", "nowhere"], "no folder"),
-        (["--skills", "sequence"], "--instructions"),
+        (SEQUENCE, "--instructions"),
+        (["--skills", "sequence"], "the Trainer shuffles"),
+        (["--methods", "plain:3", "--model", "nowhere"], "takes no value"),  # before a model is fetched
     ],
 )
 def test_errors(finished, capsys, arguments, said):

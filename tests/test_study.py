@@ -15,6 +15,7 @@ from rich.console import Console
 
 from examples.common.command import SetupError
 from examples.common.memory import Memory, choose
+from examples.common.origin import CODE
 from examples.common.results import Results
 from examples.study import __main__ as study
 from examples.study import plan, publish, settings, skill, streams, train
@@ -205,6 +206,18 @@ def test_results_come_back(tmp_path):
         path.write_text(f'{{"key": "a"}}\n{damaged}\n')
         with pytest.raises(SetupError, match="line 2 is damaged"):
             Results(path)
+
+
+def test_runs_of_other_code_are_told(tmp_path, capsys):
+    """Those of before the code was recorded are not."""
+    for k, code in enumerate(({}, {"code": CODE}, {"code": CODE | {"study": "0c"}})):
+        Results(tmp_path / "runs.jsonl").add({"key": f"k{k}"}, ABOUT | code)
+        assert ("1 of 3 runs are of other code than today's, in study." in told(tmp_path, capsys)) == (k == 2)
+
+
+def told(folder, capsys):
+    Results(folder / "runs.jsonl")
+    return " ".join(capsys.readouterr().err.split())
 
 
 def test_a_study_goes_on_and_mixes_no_data(tmp_path, monkeypatch):

@@ -38,6 +38,15 @@ def test_a_tolerance_keeps_the_skill():
     assert held["kl"] < 0.1 + 0.03
 
 
+def test_the_seed_draws_stored_texts(monkeypatch):
+    assert not torch.equal(*(next(language.drawn(48, seed)) for seed in (0, 1)))
+    seeds, texts = [], language.texts_of(0)
+    monkeypatch.setattr(language, "seed_draws", lambda keeper, seed: seeds.append(seed))
+    how = (1, 7, 1e-2, "held", language.KL, 0.1, texts["reference"])
+    language.learn(skill.GPT(), texts["tune"], *how)
+    assert seeds == [7]
+
+
 @pytest.mark.parametrize(
     ("setting", "method"), [("full", name) for name in METHODS] + [("lora", "kl-held"), ("few", "text-held")]
 )

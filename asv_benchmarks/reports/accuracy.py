@@ -252,7 +252,7 @@ def main(
         raise typer.BadParameter("a part of the tables does not replace docs/results; name a folder: --out")
     out = RESULTS if out is None else out
     if draw:
-        picture((out / "accuracy-details.md").read_text(), out / "accuracy.png")
+        picture((out / "accuracy-details.md").read_text(encoding="utf-8"), out / "accuracy.png")
         return
     asked = pick(SOLVERS, solvers)
     used = [solver for solver in asked if not SOLVERS[solver].missing]
@@ -268,8 +268,8 @@ def main(
         overview += matrix(results, used, aim)
     out.mkdir(parents=True, exist_ok=True)
     publish(["\n".join(overview)], out / "accuracy.md")
-    (out / "accuracy-details.md").write_text("\n".join(details(results)))
-    picture((out / "accuracy-details.md").read_text(), out / "accuracy.png")
+    (out / "accuracy-details.md").write_text("\n".join(details(results)), encoding="utf-8")
+    picture((out / "accuracy-details.md").read_text(encoding="utf-8"), out / "accuracy.png")
 
 
 if __name__ == "__main__":

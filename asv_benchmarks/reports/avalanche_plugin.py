@@ -22,7 +22,10 @@ PATTERNS = 64  # kept of each experience
 
 def plugins() -> dict[str, Callable[[], Any]]:
     """Return functions that make the plugins, by name."""
-    from avalanche.training.plugins import GEMPlugin
+    try:
+        from avalanche.training.plugins import GEMPlugin
+    except ImportError:
+        raise typer.BadParameter("Avalanche is needed: pip install avalanche-lib") from None
 
     from gemproj.integrations.avalanche import KeeperPlugin
     from gemproj.torch import Promise

@@ -53,12 +53,12 @@ def main(
 def rename(folder: Path) -> None:
     """Replace the interpreter's path, with which asv names the environment, by the version of Python."""
     for path in folder.glob("*-existing-*.json"):
-        new = json.loads(path.read_text())
+        new = json.loads(path.read_text(encoding="utf-8"))
         new |= {"env_name": PYTHON, "python": PYTHON, "params": {**new["params"], "python": PYTHON}}
         to = path.with_name(f"{new['commit_hash'][:8]}-{PYTHON}.json")
         if to.exists():  # keep the results that were not measured again
-            new["results"] = json.loads(to.read_text())["results"] | new["results"]
-        to.write_text(json.dumps(new) + "\n")
+            new["results"] = json.loads(to.read_text(encoding="utf-8"))["results"] | new["results"]
+        to.write_text(json.dumps(new) + "\n", encoding="utf-8")
         path.unlink()
 
 

@@ -141,7 +141,7 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
         "cached-trunk.md": f"{text[0]}\n\n{trunk}",
     }
     for name, content in texts.items():
-        print(content) if out is None else (out / name).write_text(content)
+        print(content) if out is None else (out / name).write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

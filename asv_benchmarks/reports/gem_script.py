@@ -88,6 +88,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write the table to this Markdown file.")] = None,
 ) -> None:
     """Run the script with each projection, in turn."""
+    if not (folder / "main.py").is_file():
+        raise typer.BadParameter(f"{folder} is no checkout of the script: there is no main.py")
     sys.path.insert(0, str(folder))
     __import__("model.gem")
     projections = {

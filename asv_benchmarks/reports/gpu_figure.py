@@ -59,7 +59,7 @@ def draw(report: str) -> Figure:
 
 def main(report: Path = RESULTS / "bench-gpu.md", out: Path = RESULTS / "bench-gpu.png") -> None:
     """Write the figure."""
-    save(out, draw, report.read_text())
+    save(out, draw, report.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def chosen(problem: Problem, subset: Subset) -> bool:
 
 
 def main(
-    folder: Path,
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     subset: Annotated[Subset, typer.Option(help="Which of the programs.")] = Subset.posdef,
     peers: Annotated[bool, typer.Option(help="Beside the other solvers that are installed.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,

@@ -18,7 +18,7 @@ def read(folder: Path) -> Programs:
 
 
 def main(
-    folder: Path,
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     peers: Annotated[bool, typer.Option(help="Beside the other solvers that are installed.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
 ) -> None:

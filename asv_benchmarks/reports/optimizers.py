@@ -18,14 +18,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.soak import Batch, loss
 from asv_benchmarks.reports.tables import markdown, power, publish
-from examples.common import colours
-from examples.common.drawing import plt, save
 from gemproj.torch import Keeper, Promise
 
 STEPS, RATE = 25, 1e-3
@@ -64,21 +61,10 @@ def train(
     return after, violation, rounding
 
 
-def draw(violations: list[tuple[float, float]]) -> Figure:
-    """Draw the smallest cosine of a step without and with projection, a dot for each optimizer."""
-    figure, axes = plt.subplots(figsize=(7.5, 3.4))
-    without, projected = zip(*sorted(violations), strict=True)
-    axes.plot([-v for v in without], "o", color=colours.FINE_TUNING, markersize=4, label="without projection")
-    axes.plot([-v for v in projected], "o", color=colours.GEM, markersize=4, label="with a keeper")
-    axes.set(xlabel="optimizers", ylabel="smallest cosine of a step\nwith the old loss's gradient", xticks=[])
-    axes.legend(loc="lower left")
-    return figure
-
-
 def main(
-    out: Annotated[Path | None, typer.Option(help="Write table and figure to this file and a PNG.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the table to this Markdown file.")] = None,
 ) -> None:
-    """Train with every optimizer, print a table, and draw a figure."""
+    """Train with every optimizer, and print a table."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -92,7 +78,7 @@ def main(
         first.zero_grad()
         loss(start, batch).backward()
         first.step()
-    rows, violations = [], []
+    rows = []
     for name, make in known():
         try:
             alone, *_ = train(start, make, stream, kept)
@@ -106,11 +92,8 @@ def main(
             continue
         same = "yes" if torch.equal(alone, watched) else "no"
         rows.append([name, same, *map(power, (violation, projected, rounding))])
-        violations.append((violation, projected))
     head = ["optimizer", "unchanged", "violation without projection", "with projection", "rounding"]
     publish([f"{len(rows)} optimizers. {describe()}", "", "\n".join(markdown(head, rows))], out)
-    if out is not None:
-        save(out.with_suffix(".png"), draw, violations)
 
 
 if __name__ == "__main__":

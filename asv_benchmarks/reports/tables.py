@@ -50,4 +50,5 @@ def publish(parts: Iterable[object], out: Path | None) -> None:
         texts.append(str(part))
         console.print(Markdown(texts[-1]), "")
     if out is not None:
-        out.write_text("\n".join(texts).rstrip() + "\n")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("\n".join(texts).rstrip() + "\n", encoding="utf-8")

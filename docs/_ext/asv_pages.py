@@ -28,7 +28,7 @@ def recorded(folder: Path = ASV / "results" / "epyc") -> list[dict[str, Any]]:
     """Return what is recorded, by date: of each commit the hash, the date, the values of each benchmark."""
     found = []
     for path in folder.glob("*-*.json"):
-        run = json.loads(path.read_text())
+        run = json.loads(path.read_text(encoding="utf-8"))
         values = {
             name: dict(zip(product(*row[1]), row[0] or [None], strict=False))
             for name, row in run["results"].items()
@@ -98,7 +98,7 @@ def publish(app: Any, exception: Exception | None) -> None:
         getLogger(__name__).info("No pages of asv: %s.", reason)
         folder.mkdir(exist_ok=True)
         page = f"<title>Benchmarks</title><p>These pages were not made in this build: {escape(reason)}.</p>"
-        (folder / "index.html").write_text(page)
+        (folder / "index.html").write_text(page, encoding="utf-8")
 
 
 def setup(app: Any) -> ExtensionMetadata:

@@ -61,7 +61,7 @@ def write(figure: Figure, path: Path) -> list[Path]:
     dark = re.sub(r"#[0-9a-f]{6}", lambda found: pairs.get(found[0], found[0]), light)
     files = [path.with_name(f"{path.name}-{mode}.svg") for mode in ("light", "dark")]
     for file, text in zip(files, (light, dark), strict=True):
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     return files
 
 

@@ -58,7 +58,8 @@ def dark(path: Path) -> Path:
         return f"#{bytes(colour.round().astype(np.uint8)).hex()}"
 
     copy = path.with_name(path.name.replace("-light", "-dark"))
-    copy.write_text(re.sub("#([0-9a-f]{6})", turned, path.read_text()))
+    text = path.read_text(encoding="utf-8")
+    copy.write_text(re.sub("#([0-9a-f]{6})", turned, text), encoding="utf-8")
     return copy
 
 

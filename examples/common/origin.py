@@ -1,7 +1,8 @@
-"""What results depend on besides their settings: versions, the machine, and hashes of data."""
+"""What results depend on besides their settings: versions, code, the machine, and hashes of data."""
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import platform
 from pathlib import Path
@@ -13,10 +14,11 @@ import numpy as np
 VERSIONS = {name: importlib.metadata.version(name) for name in ("gemproj", "torch", "transformers", "peft")}
 
 
-def origin(**hashes: str) -> dict[str, Any]:
-    """Return the versions, the hashes and the machine."""
+def origin(*packages: str, **hashes: str) -> dict[str, Any]:
+    """Return versions, the code of gemproj and of packages of the examples, hashes and the machine."""
     machine = {"machine": platform.processor() or platform.machine(), "system": platform.system()}
-    return {"versions": VERSIONS, "hashes": hashes} | machine
+    code = {name: CODE[name] for name in ("gemproj", "common", *packages)}
+    return {"versions": VERSIONS, "code": code, "hashes": hashes} | machine
 
 
 def digest(*parts: Any) -> str:
@@ -31,3 +33,17 @@ def digest(*parts: Any) -> str:
         else:
             found.update(json.dumps(part, sort_keys=True, default=list).encode())
     return found.hexdigest()[:12]
+
+
+def _code() -> dict[str, str]:
+    """Return a hash of the sources of gemproj and of each package of the examples, by name."""
+    spec = importlib.util.find_spec("gemproj")
+    assert spec is not None
+    examples = Path(__file__).parents[1].glob("*/__init__.py")
+    return {
+        file.parent.name: digest([one.read_text("utf-8") for one in sorted(file.parent.rglob("*.py"))])
+        for file in (Path(str(spec.origin)), *examples)
+    }
+
+
+CODE = _code()  # as it is imported, even if a file changes while runs are waiting

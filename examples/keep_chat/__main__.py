@@ -112,6 +112,10 @@ def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     else:
         skills = [skill.strip() for skill in options.skills.split(",")]
         command.check_known("skills", skills, SKILLS)
+        words = (options.methods or METHODS[options.form]).split()
+        methods = [method_of(word, options.form) for word in words]
+        if "sequence" in skills and any(method["kind"] == "trainer" for method in methods):
+            raise command.SetupError("method trainer: the Trainer shuffles, and sequence is about an order")
         cache = options.cache or command.cache_folder()
         cache.mkdir(parents=True, exist_ok=True)
         texts = Texts.read(options.form, chat.locate(options.model, cache), skills, vars(options))
@@ -119,8 +123,6 @@ def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
             told = f"{texts.news.source} ({texts.news.reason})"
             console.print(f"[bold]news[/]      {escape(told)}")
         file = texts.file(cache)
-        words = (options.methods or METHODS[options.form]).split()
-        methods = [method_of(word, options.form) for word in words]
         wanted = [
             Run(options.form, texts.model, file, skill, seed=seed, device=device, **method)
             for seed, skill, method in product(range(options.seeds), skills, methods)

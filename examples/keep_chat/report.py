@@ -73,7 +73,8 @@ def page(records: Sequence[Record]) -> str:
             f"{seeds} seed{each}. The 95 % interval over a run's conversations is ± {share} of the "
             f"divergence, on average.\n\n{losses(runs)}"
         )
-    return "\n\n".join([*parts, gates(usual_rate(compared(records))), ranges(usual_rate(records))])
+    parts += [gates(usual_rate(compared(records))), ranges(usual_rate(records))]
+    return "\n\n".join(filter(None, parts))
 
 
 def losses(runs: Sequence[Record]) -> str:
@@ -125,7 +126,7 @@ def gates(records: Sequence[Record]) -> str:
 
 
 def ranges(records: Sequence[Record]) -> str:
-    """Return the least and the largest divergence of each method, over all skills, seeds and forms."""
+    """Return the least and the largest divergence of each method, over all runs; without methods, nothing."""
 
     def span(runs: Sequence[Record], digits: int, unit: float = 1.0) -> str:
         found = [run["held_out"] / unit for run in runs]
@@ -136,7 +137,8 @@ def ranges(records: Sequence[Record]) -> str:
 
     runs = [run for run in records if run["adapters"] == "lora" and run["kind"] in ("outputs", "promise")]
     columns = {"Number": lambda runs: str(len(runs)), "Divergence held out": lambda runs: span(runs, 4)}
-    return table(grouped(name_of, runs).items(), columns | {"Over what was asked": over}, "All runs")
+    columns["Over what was asked"] = over
+    return table(grouped(name_of, runs).items(), columns, "All runs") if runs else ""
 
 
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)

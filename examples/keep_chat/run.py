@@ -102,7 +102,7 @@ class Run:
             from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
 
             reduce_intruder_dimension(model, logging_sink=None)
-        about = origin(texts=self.prepared.stem)  # of this model
+        about = origin("keep_chat", texts=self.prepared.stem)  # of this model
         before = fresh(self.model, form.layers, self.device)
         return found | measured(model, before, data, self.skill) | {"about": about}
 
@@ -119,7 +119,7 @@ def fresh(model: str, layers: int, device: str) -> Any:
 
 
 def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
-    """Train by the method; return losses, seconds and the report of a promise."""
+    """Train by the method; return losses, times and the report of a promise."""
     if run.kind == "trainer":
         return through_trainer(model, run, form, data)
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -129,7 +129,7 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
     )
     examples = data.train[run.skill]
     batches = drawn(examples, form.batch, run.seed, shuffled=run.skill != "sequence")
-    start, losses = time.perf_counter(), []
+    start, losses = spent(run.device), []
     keeper, added = None, None
     kept = data.kept[: run.kept or None]
     if run.kind in ("promise", "auto", "promise-own"):
@@ -141,7 +141,7 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
             keeper.keep(held[k :: run.sets], name=f"kept {k}", collate=collate)
     elif run.kind in ("text", "outputs", "own"):
         added = penalty(model, run, form, kept)
-    stored, busy = time.perf_counter() - start, time.process_time()
+    stored = spent(run.device) - start
     model.train()
     for _ in range(form.steps):
         optimizer.zero_grad()
@@ -157,16 +157,20 @@ def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
             keeper.clip_grad_norm_(1.0)
         optimizer.step()
         plan.step()
-    if run.device != "cpu":
-        torch.cuda.synchronize()
-    seconds, busy = time.perf_counter() - start, time.process_time() - busy
-    # On a CPU that has other work, its own time says more than the clock.
-    step = (busy if run.device == "cpu" else seconds - stored) / form.steps
-    found: dict[str, Any] = {"losses": losses, "step": step, "store": stored, "seconds": seconds}
+    step = (spent(run.device) - start - stored) / form.steps
+    found: dict[str, Any] = {"losses": losses, "step": step, "store": stored}
     if keeper is not None:
         found |= reported(keeper.report())
         keeper.remove()
     return found
+
+
+def spent(device: str) -> float:
+    """Return the seconds until now: of a CPU its own, which other work does not lengthen, or of the clock."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def reported(report: Mapping[Any, Any]) -> dict[str, float]:
@@ -185,7 +189,7 @@ def through_trainer(model: Any, run: Run, form: Form, data: Prepared) -> dict[st
 
     promise = Promise(OUTPUTS, tolerance=run.value, examples=form.drawn)
     keeper = KeeperCallback(data.kept[: run.kept or None], promise, name="kept", hold_out=0.2)
-    start, busy = time.perf_counter(), time.process_time()
+    start = spent(run.device)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -202,13 +206,12 @@ def through_trainer(model: Any, run: Run, form: Form, data: Prepared) -> dict[st
         )
         examples: Any = data.train[run.skill]
         Trainer(model, arguments, train_dataset=examples, data_collator=collate, callbacks=[keeper]).train()
-    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    step = (spent(run.device) - start) / form.steps  # with what is stored, and the verdict
     report = keeper.report()
     held_out = report["kept"].held_out
     assert held_out is not None
     verdict = dict(zip(("verdict", "low", "high"), held_out, strict=True))
-    step = (busy if run.device == "cpu" else seconds) / form.steps  # with what is stored, and the verdict
-    return {"step": step, "seconds": seconds} | reported(report) | verdict
+    return {"step": step} | reported(report) | verdict
 
 
 def answer_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

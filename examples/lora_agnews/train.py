@@ -57,7 +57,7 @@ class Run:
         record = Recorder(config, model, train_rows, test_rows, backbone.batch_loss, backbone.logits)
         learn(config, METHODS[self.method], self.seed, model, train_rows, record)
         named = {"method": self.method, "seed": self.seed, "order": [task.name for task in tasks]}
-        return named | record.result() | {"about": origin()}
+        return named | record.result() | {"about": origin("lora_agnews")}
 
     def record(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a result."""
@@ -87,13 +87,15 @@ def learn(
             for stored in method.replayed(memory, config):
                 backward(model, stored, config.microbatch, method.weight(config))
             optimizer.step()  # projected, if there is a keeper
+        record.turn(None)  # what is stored is no part of a step
         if keeper and method.policy == "reservoir":  # the keeper itself takes a uniform sample
             keeper.keep([task], name=k, limit=config.per_task)
             memory.tasks[k] = default_collate(keeper.sets[k].examples)
-            continue
-        memory.add(task, k)
-        if keeper:
-            keeper.keep([memory.tasks[k]], name="past" if method.together else k)
+        else:
+            memory.add(task, k)
+            if keeper:
+                keeper.keep([memory.tasks[k]], name="past" if method.together else k)
+        record.turn("batch")
 
 
 def backward(model: nn.Module, batch: Batch, microbatch: int, weight: float = 1.0) -> None:

@@ -24,11 +24,6 @@ def lowest_past_accuracy(record: Record) -> float:
     return in_order(lowest) / len(lowest)
 
 
-def after(task: int) -> Measure:
-    """Return the measure of the mean accuracy on the first `task` tasks, after learning them."""
-    return lambda record: in_order(record["accuracies"][task][:task]) / task
-
-
 @dataclass(frozen=True)
 class Found:
     """The reported runs of a stream, and the runs that give the step times of the same methods."""
@@ -48,8 +43,3 @@ class Found:
     def step(self, name: str) -> float:
         """Return the mean time of a whole step over the runs."""
         return in_order(map(whole_step, self.times[name])) / len(self.times[name])
-
-    def longest_within(self, names: Iterable[str], seconds: float) -> str | None:
-        """Return the method with the longest steps of at most `seconds` seconds, or None."""
-        steps = {name: self.step(name) for name in names if name in self.times}
-        return max((name for name in steps if steps[name] <= seconds), key=steps.__getitem__, default=None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from examples.common.memory import seed_draws
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
 
@@ -60,9 +61,11 @@ def learn(
         optimizer, lambda step: min(10 * (step + 1) / steps, 1 - step / steps)
     )
     if kind == "replay":
-        said, stored = KL.outputs(model, reference), drawn(len(reference))
+        said, stored = KL.outputs(model, reference), drawn(len(reference), seed)
     elif loss:
-        Keeper(model, optimizer, Promise(loss, examples=BATCH, tolerance=value)).keep([reference])
+        keeper = Keeper(model, optimizer, Promise(loss, examples=BATCH, tolerance=value))
+        seed_draws(keeper, seed)
+        keeper.keep([reference])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -76,9 +79,9 @@ def learn(
         plan.step()
 
 
-def drawn(n: int) -> Iterator[Tensor]:
+def drawn(n: int, seed: int) -> Iterator[Tensor]:
     """Yield indices of n texts, a batch at a time: none is drawn again before all have been drawn."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(n, generator=generator).split(BATCH)
 

@@ -6,7 +6,7 @@ from ..common.drawing import save
 from . import figures, plan, report
 from .compare import Found
 from .runs import results_of
-from .settings import BASIC, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS
+from .settings import BASIC, CHEAPER, MEMORIES, METHODS, SAME, STREAMS
 
 EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness matter?
 
@@ -43,13 +43,9 @@ def page(stream: str, found: Found) -> str:
     parts += [report.differences(main, baseline) for baseline in ("replay", "gem") if baseline in main.runs]
     if missing := [METHODS[name].title for name in names if name not in main.runs]:
         parts.append(f"No reported runs yet: {', '.join(missing)}.")
-    if EXACT in found.runs and set(SHORTCUTS) & set(found.runs):
-        parts.append(report.after_each_task(found, EXACT, SHORTCUTS))
     for varied in (SAME, CHEAPER, MEMORIES):
         if set(varied) & set(found.runs):
             parts.append(report.variants(found, varied, timed=varied is CHEAPER))
-    if all(name in found.runs for ladder in LADDERS for name in ladder):
-        parts.append(report.equal_time(found))
     return "\n\n".join(parts) + "\n"
 
 

@@ -7,7 +7,7 @@ from ..common.tables import Cell, difference, markdown_table, mean_of, table
 from . import compare
 from .compare import Found, average_accuracy
 from .runs import setting_of
-from .settings import BUDGETS, LADDERS, METHODS, SAME
+from .settings import METHODS, SAME
 
 SPREAD = "Mean ± sample standard deviation (n - 1) over the seeds, whose number stands beside the method."
 OVER_STREAMS = (
@@ -107,22 +107,6 @@ def differences(found: Found, baseline: str) -> str:
     return f"{caption}\n\n{table(titled(found.runs, others), columns)}"
 
 
-def after_each_task(found: Found, reference: str, others: Iterable[str]) -> str:
-    """Return the table of the differences to other methods after each task."""
-    caption = (
-        f"{METHODS[reference].title} minus others after each task from the second on: mean accuracy over the "
-        "tasks learned so far, in percentage points, paired over the seeds, with 95 % interval, bold where "
-        "it excludes zero."
-    )
-    runs = found.runs[reference]
-
-    def minus(task: int) -> Cell:
-        return lambda other: difference(paired(runs, other, compare.after(task)))
-
-    columns = {f"{task} tasks": minus(task) for task in range(2, len(runs[0]["boundaries"]) + 1)}
-    return f"{caption}\n\n{table(titled(found.runs, others), columns, 'Other method')}"
-
-
 def variants(found: Found, names: Iterable[str], timed: bool = False) -> str:
     """Return the table of variants, each compared with the method that it varies."""
     caption = (
@@ -148,30 +132,6 @@ def variants(found: Found, names: Iterable[str], timed: bool = False) -> str:
     groups = ((base, *(name for name in shown if METHODS[name].like == base)) for base in bases)
     rows = [(METHODS[name].title, name) for group in groups for name in group]
     return f"{caption} {SPREAD}\n\n{table(rows, columns)}"
-
-
-def equal_time(found: Found) -> str:
-    """Return the table of accuracies with the same time per step.
-
-    Each ladder holds a method with more and fewer examples. For each budget the longest step within it is
-    taken, whatever its accuracy.
-    """
-    heads = [METHODS[ladder[0]].title for ladder in LADDERS]
-    caption = (
-        f"The same time per step: of {' and of '.join(heads)} with more or fewer examples, or rows that are "
-        "kept for some steps, what takes the longest within the budget. No choice by results. AvgAcc in "
-        f"percent; {heads[1]} minus {heads[0]}: paired over the seeds, with 95 % interval."
-    )
-    unit, average, rows = found.step("plain"), mean_of(*ACCURACY["AvgAcc (%)"]), []
-    for budget in BUDGETS:
-        first, second = (found.longest_within(ladder, budget * unit) for ladder in LADDERS)
-        row = [f"{budget:g}"]
-        for name in (first, second):
-            taken = [METHODS[name].title, f"{found.step(name) / unit:.2f}"] if name else ["-", "-"]
-            row += [*taken, average(found.runs[name]) if name else "-"]
-        rows.append([*row, difference(found.minus(second or "", first or ""))])
-    columns = [cell for head in heads for cell in (head, "takes", "AvgAcc")]
-    return f"{caption}\n\n{markdown_table(['Budget (plain steps)', *columns, 'Difference'], rows)}"
 
 
 def over_streams(

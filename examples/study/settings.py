@@ -119,21 +119,13 @@ EVERY_2ND = gem(knob="weight", every=2)
 CHEAPER = {
     "replay-1": variant("replay", "Replay, 1 example", examples=1),
     "replay-4": variant("replay", "Replay, 4 examples", examples=4),
-    "replay-all": variant("replay", "Replay, all examples", examples=ALL),
     "gem-weight-1": variant("gem-weight", "GEM, weight, 1 example", examples=1),
     "gem-weight-4": variant("gem-weight", "GEM, weight, 4 examples", examples=4),
     "gem-weight-2nd": variant("gem-weight", "GEM, weight, every 2nd", EVERY_2ND),
-    "gem-weight-8-2nd": variant("gem-weight", "GEM, weight, 8 examples, every 2nd", EVERY_2ND, examples=8),
     "gem-weight-3rd": variant("gem-weight", "GEM, weight, every 3rd", gem(knob="weight", every=3)),
     "gem-weight-4th": variant("gem-weight", "GEM, weight, every 4th", gem(knob="weight", every=4)),
     "gem-weight-4-2nd": variant("gem-weight", "GEM, weight, 4 examples, every 2nd", EVERY_2ND, examples=4),
 }
-# A method, and its variants with more or fewer examples, or with rows that are kept for some steps.
-LADDERS = (
-    ("replay", "replay-4", "replay-all"),
-    ("gem-weight", *(f"gem-weight-{less}" for less in ("4", "8-2nd", "4-2nd", "3rd", "2nd"))),
-)
-BUDGETS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # of time per step, in plain steps
 # Policies of the memory, and examples of each task.
 KEPT = [(policy, size) for policy in ("reservoir", "balanced") for size in (20, 100, 400)] + [("ring", 100)]
 MEMORIES = {

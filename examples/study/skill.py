@@ -127,7 +127,7 @@ class Run(AnyRun):
         start = time.perf_counter()
         learn(model, texts["tune"], setting.steps, self.seed, *how)
         seconds = time.perf_counter() - start
-        about = origin(data=digest(texts_of(0)["y"].tolist()))
+        about = origin("study", "lora_agnews", data=digest(texts_of(0)["y"].tolist()))
         return {"loss": {"before": before} | losses(model, texts, said), "seconds": seconds, "about": about}
 
     def record(self, result: Mapping[str, Any]) -> Record:

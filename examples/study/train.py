@@ -98,7 +98,7 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
         else:
             diverged = not survived(partial(learner.end_task, k, stored.tasks[k]))
         record.turn("batch")
-    about = origin(**stream.hashes) | {"setting": vars(setting)}
+    about = origin("study", "lora_agnews", **stream.hashes) | {"setting": vars(setting)}
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
 
 

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("This needs an NVIDIA GPU that torch can use, and found none.", file=sys.stderr)
         return 1
     end = time.monotonic() + options.seconds
-    with open(options.out or os.devnull, "w", buffering=1) as file:
+    with open(options.out or os.devnull, "w", buffering=1, encoding="utf-8") as file:
 
         def tell(line: str) -> None:
             print(line, flush=True)
