@@ -1,16 +1,17 @@
 """Models of losses between looks, for ``look="auto"``.
 
 A look computes the loss and the row of a set. After a way u from there the loss is modelled by
-``loss + row . u + c |u|^2``. The next look finds the error of the model, and a part of it is put down to the
-curvature c. Right after storing, the divergence from stored outputs is zero, and so are its row and c: looks
-follow each other until c is known.
+``loss + row . u + c |u|^2``; the parts of a way between projected steps are added up. The next look finds the
+error of the model, and a part of it is put down to the curvature c. Right after storing, the divergence from
+stored outputs is zero, and so are its row and c: looks follow each other until c is known.
 
 A step in which no loss may pass its bound is left alone. Others are projected with the rows of the last
 looks, and with losses that are larger than modelled by the expected error: it grows with the square of the
 way, as it did before the last looks. (A model of the row, ``row + 2 c u``, which is exact for a loss that
 curves alike in all directions, takes steps back, and what they have learned, where it is not.) As in a trust
-region method, the next look comes before the error is large, and after at most twice the way. What a mean of
-few drawn examples is off by is no error of the model.
+region method, the next look comes before the error is large, and after at most twice the way; and before a
+step that is projected if its row has changed, by 2 c u, more than its length. What a mean of few drawn
+examples is off by is no error of the model.
 
 No copy of weights is needed: whenever a step is projected, weights are copied, and the model moves there.
 """
@@ -91,6 +92,8 @@ class Forecast:
         far = way * (1.0 + ahead / steps)
         safe = later + unsure(later, far) <= tolerance  # False for NaN
         flags = (far > most) | (steps + ahead > torch.where(safe, _MOST_STEPS, _MOST_PRESSED))
+        # A row that has changed by more than its length does not tell where the loss rises now.
+        flags = flags | (~safe & (2.0 * curvature * far > rows.norms))
         always = tolerance.isnan()
         if terms.weight is not None:  # then the row is a part of every step
             always = always | (torch.as_tensor(terms.weight) > 0.0)
