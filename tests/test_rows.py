@@ -94,6 +94,14 @@ def test_rows_are_the_gradients_of_the_means_in_evaluation_mode(microbatch, func
     assert keeper.rows.stored.tolist() == pytest.approx(losses)
 
 
+@pytest.mark.parametrize("microbatch", [None, 5])
+def test_means_of_losses_in_half_precision_are_those_that_were_stored(microbatch):
+    half = lambda model, batch: EACH(model, batch).bfloat16()  # noqa: E731
+    model, optimizer, keeper = begin(half, TASKS, tolerance=0.01, microbatch=microbatch)
+    take(model, optimizer, rival(TASKS[0]))
+    torch.testing.assert_close(keeper.last.losses, keeper.last.stored, rtol=1e-6, atol=0.0)
+
+
 @frozen_statistics
 @pytest.mark.parametrize("config", [torch.ones(2), {}, None], ids=["tensor", "empty", "none"])
 def test_a_config_that_is_not_of_transformers_is_left_alone(config):
