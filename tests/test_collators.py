@@ -57,7 +57,7 @@ def test_the_loader_of_a_trainer_is_one_of_examples(streamed, tmp_path):
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=language())
     _, optimizer, keeper = begin(each, model=model, tolerance=0.0)
     loader = trainer.get_train_dataloader()
-    with pytest.warns(UserWarning, match="1 of 5 examples of 0 have no label and are left out"):
+    with pytest.warns(UserWarning, match="1 of 5 examples of set 0 have no label and are left out"):
         keeper.keep(loader)  # a text of one token predicts nothing
     kept = keeper.sets[0]
     batch, longer = kept.fetch(list(range(len(kept))), None)[0], [text for text in TEXTS if " " in text]

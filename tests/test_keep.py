@@ -196,11 +196,9 @@ def test_a_training_that_the_keeper_does_not_see_is_told_at_the_next_keep():
     keeper.keep([task(1)])
     keeper.keep([task(2)])
     unlearn(model, sgd(model.parameters(), 0.1), task(0), 1)
-    for look in (lambda: keeper.keep([task(3)]), keeper.report):
-        with pytest.warns(UserWarning, match="optimizer of this keeper took no step: .* new.sets.update"):
-            look()
-        keeper.keep([task(4)])
-        unlearn(model, sgd(model.parameters(), 0.1), task(0), 1)
+    with pytest.warns(UserWarning, match="optimizer of this keeper took no step: .* new.sets.update"):
+        keeper.keep([task(3)])
+    keeper.keep([task(4)])
 
 
 def test_a_loss_that_differentiates_and_names_of_numpy_are_kept():
@@ -387,7 +385,7 @@ def test_a_rate_is_judged_again_after_a_warm_up():
     for step in range(20):
         optimizer.param_groups[0]["lr"] = 1e-6 if step < 8 else 2.0
         take(model, optimizer, rival(task(1)))
-    with pytest.warns(UserWarning, match="After 20 steps, losses of 0 are above their bounds"):
+    with pytest.warns(UserWarning, match="After 20 steps, losses of set 0 are above their bounds"):
         take(model, optimizer, rival(task(1)))
 
 

@@ -203,8 +203,6 @@ class KeeperBase:
         evaluated now, as they were when they were kept, in forward passes; on several processes, all of them
         must call it, which it says after 30 seconds of waiting.
         """
-        if self._training is not None:
-            self._training.watch()
         return make_report(self.history, self.sets, self._scored(everything=True))
 
     def _scored(self, everything: bool = False) -> dict[Hashable, Score]:

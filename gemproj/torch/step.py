@@ -508,9 +508,6 @@ class ProjectedStep:
                 rows.norms = norms
         flags = torch.cat([torch.tensor([wrong]), ~norms.isfinite()]).to(norms.dtype)
         found = vector.topology.sum_shards(flags).nonzero().flatten().tolist()
-        if rows is not None and not found and not (finite := rows.losses.isfinite()).all():
-            lost = [name for name, fine in zip(rows.names, finite.tolist(), strict=True) if not fine]
-            raise ValueError(f"The loss of the kept examples of {lost[0]!r} is not finite now.")
         if found:
             what = "G is not finite: row {}." if found[0] else "The gradient is not finite."
             raise ValueError(what.format(found[0] - 1))

@@ -132,7 +132,7 @@ class Training:
         had, self.watched = self.watched, now
         if had and had[0] == now[0] and not math.isclose(had[1], now[1], rel_tol=1e-12):
             warn(
-                "The weights have changed since sets were kept, and the optimizer of this keeper took no "
+                "The weights have changed since the last keep, and the optimizer of this keeper took no "
                 "step: nothing was projected. For a new optimizer make a new keeper, and hand it the sets: "
                 "new.sets.update(keeper.sets). If you loaded the weights, ignore this."
             )
