@@ -283,9 +283,9 @@ class ProjectedStep:
                 if rows is None or keeper.on == "step" or training.is_first_part:
                     self._check_finite(rows)
                 if rows is not None and keeper.on != "step":
-                    held = [group is not None for group in self._groups]
-                    alive = [group is not None and not _is_zero(group.get("lr")) for group in self._groups]
-                    held = alive if any(alive) else held  # in the first step of a warmup, none is
+                    held = self._rated()
+                    if not any(held):  # as in the first step of a warmup
+                        held = [group is not None for group in self._groups]
                     self._solution, changed = self._solve("gradient", rows, vector.read_gradient(), held)
                     if changed:
                         vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
@@ -328,9 +328,13 @@ class ProjectedStep:
 
     def _moves(self) -> list[bool]:
         """Return which parameters have a gradient and a learning rate that is not zero."""
+        pairs = zip(self._vector.parameters, self._rated(), strict=True)
+        return [p.grad is not None and rated for p, rated in pairs]
+
+    def _rated(self) -> list[bool]:
+        """Return which parameters have a learning rate that is not zero."""
         still = {id(group) for group in self.optimizer.param_groups if _is_zero(group.get("lr"))}
-        pairs = zip(self._vector.parameters, self._groups, strict=True)
-        return [p.grad is not None and group is not None and id(group) not in still for p, group in pairs]
+        return [group is not None and id(group) not in still for group in self._groups]
 
     def _solve(
         self, kind: str, rows: Rows, v: Tensor, moving: list[bool], weights: Tensor | None = None
