@@ -70,9 +70,10 @@ class Examples:
         if type(data) is dict and any(isinstance(one, DataLoader | Dataset) for one in data.values()):
             raise TypeError("data must be one set; found a dict of sets. Call keep(one, name=...) for each.")
         if inspect.isgenerator(data):
-            data = chain(begin := [*islice(data, 1)], data)
-            if isinstance([*begin, None][0], str):
+            begin = [*islice(data, 1)]
+            if begin and isinstance(begin[0], str):
                 raise TypeError("data must be a list of texts; found a generator. Pass list(texts).")
+            data = chain(begin, data)
         data = listed(data)
         streams = isinstance(data, IterableDataset) or is_kind(data, STREAM)
         indexed = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | Mapping)
