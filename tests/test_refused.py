@@ -98,6 +98,8 @@ CALLS = [
     (sparse, TypeError, "must be dense.*sparse=False"),
     # --- a set, told at once
     (lambda: keep("general"), TypeError, "promise must be a Promise, a loss, or a tolerance such as 0.05; found str"),
+    (lambda: keeper().keep([task(0)], tolerance=0.02), TypeError, r"tolerance is an option of Promise: pass promise=Promise\(..., tolerance="),
+    (lambda: keeper().keep([task(0)], policy="last"), TypeError, "keep got an unexpected keyword argument 'policy'"),
     (lambda: keep(name=Promise()), TypeError, r"name must be hashable, such as a string; found Promise"),
     (lambda: keep(name=["a"]), TypeError, r"name must be hashable.*found \['a'\]"),
     (lambda: keep(Promise), TypeError, "class Promise; pass an object of it"),

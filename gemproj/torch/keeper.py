@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
@@ -52,11 +52,7 @@ class KeeperBase:
         process_group: Any = None,
         **misplaced: Any,
     ) -> None:
-        for option in misplaced:
-            name = "weight" if option in STRENGTHS else option
-            if name in {known.name for known in fields(Promise)}:
-                raise TypeError(f"{name} is an option of Promise: pass promise=Promise(..., {name}=...).")
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {option!r}")
+        _refuse_options(type(self).__name__, misplaced)
         self._given = callable(promise) or isinstance(promise, Promise)  # for sets that come later
         self.promise, self.on, self.method = as_promise(promise, self._usual), on, method
         check_promise(self.promise, method, on)
@@ -107,6 +103,7 @@ class KeeperBase:
         collate: Collate | None = None,
         limit: int | None = None,
         hold_out: float = 0.0,
+        **misplaced: Any,
     ) -> None:
         """Keep examples, with a promise that every later step keeps.
 
@@ -142,6 +139,7 @@ class KeeperBase:
             If `data` has no example, or an example that cannot be stored; if a loss is not finite, which
             names the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
+        _refuse_options("keep", misplaced)
         name = name.item() if isinstance(name, np.generic) else name  # which a state could not hold
         vector = None if self._training is None else self._training.vector()
         facts = {"name of the set": name, "share to hold out": hold_out}
@@ -508,6 +506,15 @@ class CallbackBase(KeeperBase):
         self._named: dict[str, Any] = {"name": name, "limit": limit, "hold_out": hold_out}
         if data is not None:
             self.keep(data, collate=collate, **self._named)
+
+
+def _refuse_options(call: str, options: Iterable[str]) -> None:
+    """Raise for options that a call does not have, as those of `Promise`."""
+    for option in options:
+        name = "weight" if option in STRENGTHS else option
+        if name in {known.name for known in fields(Promise)}:
+            raise TypeError(f"{name} is an option of Promise: pass promise=Promise(..., {name}=...).")
+        raise TypeError(f"{call} got an unexpected keyword argument {option!r}")
 
 
 def _evaluated(model: torch.nn.Module, promise: Promise) -> torch.nn.Module:
