@@ -6,12 +6,13 @@ error of the model, and a part of it is put down to the curvature c. Right after
 stored outputs is zero, and so are its row and c: looks follow each other until c is known.
 
 A step in which no loss may pass its bound is left alone. Others are projected with the rows of the last
-looks, and with losses that are larger than modelled by the expected error: it grows with the square of the
-way, as it did before the last looks. (A model of the row, ``row + 2 c u``, which is exact for a loss that
-curves alike in all directions, takes steps back, and what they have learned, where it is not.) As in a trust
-region method, the next look comes before the error is large, and after at most twice the way; and before a
-step that is projected if its row has changed, by 2 c u, more than its length. What a mean of few drawn
-examples is off by is no error of the model.
+looks, and with losses that are larger than modelled by the expected error. It grows with the square of the
+way, as it did before the last looks, and it holds the standard error of a mean of few drawn examples: after a
+draw of examples with small losses, many steps would be left alone. (A model of the row, ``row + 2 c u``,
+which is exact for a loss that curves alike in all directions, takes steps back, and what they have learned,
+where it is not.) As in a trust region method, the next look comes before the error is large, and after at
+most twice the way; and before a step that is projected if its row has changed, by 2 c u, more than its
+length. What a mean of few drawn examples is off by is no error of the model.
 
 No copy of weights is needed: whenever a step is projected, weights are copied, and the model moves there.
 """
@@ -35,11 +36,12 @@ _CURVED, _LEFT = 0.3, 0.85
 # Errors are relative to the loss, or to this fraction of the tolerance if that is more. The largest error
 # that is accepted, and a share of the loss that is added to every error.
 _SMALL, _ACCEPTED, _MARGIN = 0.1, 0.05, 0.1
-# Error of a mean of drawn examples, in standard errors; weight of a look in the mean of their variances.
-_DRAWN, _POOLED = 3.0, 0.2
+# Largest error of a mean of drawn examples, in standard errors; weight of a look in the mean of variances.
+# The mean of what was found and modelled has, after some looks, an error of so many standard errors.
+_DRAWN, _POOLED, _AVERAGED = 3.0, 0.2, 3.0**-0.5
 # Weights that are so many times farther away than the next look were set, as by a checkpoint.
 _JUMP = 4.0
-_NEW = torch.zeros((7, 1), dtype=torch.float64)  # what is known about a new row
+_NEW = torch.zeros((8, 1), dtype=torch.float64)  # what is known about a new row
 
 
 class Forecast:
@@ -49,10 +51,11 @@ class Forecast:
     ----------
     names : list
         The set of each row.
-    known : Tensor, shape (7, t)
+    known : Tensor, shape (8, t)
         By row: the loss where the model is, above its stored value; the curvature c, and the error of the
         model, both for a way of length one; the relative variance of the losses of examples; since the look,
-        the way and the number of steps up to where the model is; and the way to the next look.
+        the way and the number of steps up to where the model is; the way to the next look; and the standard
+        error of the loss.
     age : int
         Steps since the model was moved.
     """
@@ -74,7 +77,7 @@ class Forecast:
         which is so where any process says `whole`.
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
-        excess, curvature, error, variance, since, steps, most = self.known
+        excess, curvature, error, _, since, steps, most, doubt = self.known
         step, tolerance = rows.vector.read_step(), torch.as_tensor(terms.tolerance)
         square, products = rows.products(step)
         self.age += 1
@@ -83,7 +86,7 @@ class Forecast:
         rows.losses = rows.stored + now
 
         def unsure(loss: Tensor, way: Tensor) -> Tensor:
-            return error * way**2 + _MARGIN * loss.abs()
+            return error * way**2 + _MARGIN * loss.abs() + doubt
 
         # After one or two more steps like those since the model was moved. A fall may end.
         ahead = 2 if late else 1
@@ -104,7 +107,7 @@ class Forecast:
         found = [True] * (len(flags) - 1) + [whole] if told is None or whole else told.tolist()
         if projects := any(found):
             rows.unsure = unsure(now, way)
-            self.known, self.age = torch.stack([now, curvature, error, variance, way, steps, most]), 0
+            self.known, self.age = torch.stack([now, *self.known[1:4], way, steps, *self.known[6:]]), 0
         return None if found[-1] else found[: len(rows)], projects
 
     def _told(self, flags: Tensor, always: Tensor, device: torch.device) -> Tensor | None:
@@ -132,30 +135,29 @@ class Forecast:
             at = {name: k for k, name in enumerate(self.names)}
             every = torch.cat([self.known.to(_NEW), _NEW], dim=1)
             every = every[:, [at.get(name, -1) for name in rows.names]].to(found)
-            _, curvature, error, variance, _, _, most = every
             self.names, self._copied = list(rows.names), None
-            self.known = _sound(torch.stack([found, curvature, error, variance, none, none, most]), every)
+            self.known = _sound(torch.stack([found, *every[1:4], none, none, *every[6:]]), every)
             return
         looked, drawn = [False] * len(rows), [math.inf] * len(rows)
         for draw in draws:
             looked[draw.k] = True
             if draw.kept.promise.examples is not None:
                 drawn[draw.k] = draw.total
-        now, curvature, error, pooled, since, _, most = self.known
+        now, curvature, error, pooled, since, _, most, _ = self.known
         size = now.maximum(torch.as_tensor(_SMALL * tolerance).nan_to_num(0.0)).clamp(min=1e-15)
         variance = (rows.squares(draws) - found**2).clamp(min=0.0) / size**2
         variance = torch.where(pooled > 0.0, pooled + _POOLED * (variance - pooled), variance)
-        noise = _DRAWN * size * (variance / found.new_tensor(drawn)).sqrt()
+        doubt = size * (variance / found.new_tensor(drawn)).sqrt()
         apart, square = found - now, torch.where(since > 0.0, since, math.inf) ** 2
-        by_draw = apart.clamp(-noise, noise)  # the part of the error that the draw explains
+        by_draw = apart.clamp(-_DRAWN * doubt, _DRAWN * doubt)  # the part of the error that the draw explains
         curvature = (curvature + _CURVED * apart / square).clamp(min=0.0)
         error = (_LEFT * error).maximum((apart - by_draw).abs() / square)
-        longest = (_ACCEPTED * (size + noise) / error).sqrt()  # infinite without an error
+        longest = (_ACCEPTED * (size + _DRAWN * doubt) / error).sqrt()  # infinite without an error
         set_back = (most > 0.0) & (since > _JUMP * most)
         most = torch.where(set_back, 0.0, longest.minimum(2.0 * since))
         # The mean of the drawn examples has an error of its own, and so has the model: their mean has less.
-        new = torch.stack([found - 0.5 * by_draw, curvature, error, variance, none, none, most])
-        new = _sound(new, self.known)
+        new = [found - 0.5 * by_draw, curvature, error, variance, none, none, most, _AVERAGED * doubt]
+        new = _sound(torch.stack(new), self.known)
         self.known = torch.where(torch.tensor(looked, device=found.device), new, self.known)
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,5 +175,5 @@ class Forecast:
 def _sound(new: Tensor, known: Tensor) -> Tensor:
     """Return what is known after a look; where its loss is not finite, as before, and the next step looks."""
     none = torch.zeros_like(known[:2])
-    lost = torch.cat([new[:1].nan_to_num(0.0, 0.0, 0.0), known[1:4], none, none[:1] - 1.0])
+    lost = torch.cat([new[:1].nan_to_num(0.0, 0.0, 0.0), known[1:4], none, none[:1] - 1.0, known[7:]])
     return torch.where(new.isfinite().all(dim=0), new, lost)
