@@ -151,9 +151,9 @@ def test_the_bound_is_held_where_the_losses_of_the_drawn_examples_differ_a_lot()
     said, late = Distillation(lambda model, x: model(x)), {1: 0.0, "auto": 0.0}
     for look, seed in itertools.product(late, (0, 1, 2)):
         torch.manual_seed(seed)
-        old, new = torch.randn(500, 8) - 1.0, torch.randn(500, 8) + 1.0
-        labels = (new @ torch.randn(8, 4)).argmax(1)
-        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+        old, new = torch.randn(500, 8).double() - 1.0, torch.randn(500, 8).double() + 1.0
+        labels = (new @ torch.randn(8, 4).double()).argmax(1)
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).double()
         stored, optimizer = said.outputs(model, old), torch.optim.AdamW(model.parameters())
         keeper = Keeper(model, optimizer, look=look)
         keeper.keep([old], Promise(said, tolerance=0.05))

@@ -156,8 +156,8 @@ class Forecast:
         set_back = (most > 0.0) & (since > _JUMP * most)
         most = torch.where(set_back, 0.0, longest.minimum(2.0 * since))
         # The mean of the drawn examples has an error of its own, and so has the model: their mean has less.
-        new = [found - 0.5 * by_draw, curvature, error, variance, none, none, most, _AVERAGED * doubt]
-        new = _sound(torch.stack(new), self.known)
+        learned = [found - 0.5 * by_draw, curvature, error, variance, none, none, most, _AVERAGED * doubt]
+        new = _sound(torch.stack(learned), self.known)
         self.known = torch.where(torch.tensor(looked, device=found.device), new, self.known)
 
     def state_dict(self) -> dict[str, Any]:
