@@ -77,7 +77,7 @@ class Forecast:
         which is so where any process says `whole`.
         """
         topology, late = rows.vector.topology, rows.vector.device.type == "cuda"
-        excess, curvature, error, _, since, steps, most, doubt = self.known
+        excess, curvature, error, variance, since, steps, most, doubt = self.known
         step, tolerance = rows.vector.read_step(), torch.as_tensor(terms.tolerance)
         square, products = rows.products(step)
         self.age += 1
@@ -107,7 +107,8 @@ class Forecast:
         found = [True] * (len(flags) - 1) + [whole] if told is None or whole else told.tolist()
         if projects := any(found):
             rows.unsure = unsure(now, way)
-            self.known, self.age = torch.stack([now, *self.known[1:4], way, steps, *self.known[6:]]), 0
+            known = now, curvature, error, variance, way, steps, most, doubt
+            self.known, self.age = torch.stack(known), 0
         return None if found[-1] else found[: len(rows)], projects
 
     def _told(self, flags: Tensor, always: Tensor, device: torch.device) -> Tensor | None:
@@ -135,8 +136,10 @@ class Forecast:
             at = {name: k for k, name in enumerate(self.names)}
             every = torch.cat([self.known.to(_NEW), _NEW], dim=1)
             every = every[:, [at.get(name, -1) for name in rows.names]].to(found)
+            _, curvature, error, variance, _, _, most, doubt = every
             self.names, self._copied = list(rows.names), None
-            self.known = _sound(torch.stack([found, *every[1:4], none, none, *every[6:]]), every)
+            known = found, curvature, error, variance, none, none, most, doubt
+            self.known = _sound(torch.stack(known), every)
             return
         looked, drawn = [False] * len(rows), [math.inf] * len(rows)
         for draw in draws:
@@ -156,8 +159,8 @@ class Forecast:
         set_back = (most > 0.0) & (since > _JUMP * most)
         most = torch.where(set_back, 0.0, longest.minimum(2.0 * since))
         # The mean of the drawn examples has an error of its own, and so has the model: their mean has less.
-        learned = [found - 0.5 * by_draw, curvature, error, variance, none, none, most, _AVERAGED * doubt]
-        new = _sound(torch.stack(learned), self.known)
+        known = found - 0.5 * by_draw, curvature, error, variance, none, none, most, _AVERAGED * doubt
+        new = _sound(torch.stack(known), self.known)
         self.known = torch.where(torch.tensor(looked, device=found.device), new, self.known)
 
     def state_dict(self) -> dict[str, Any]:
