@@ -124,6 +124,39 @@ def test_no_part_of_a_step_is_taken_if_the_gradient_of_another_is_not_finite(on)
     assert torch.equal(flat(model), before)
 
 
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+def test_a_gradient_that_is_not_finite_is_refused_also_where_the_rate_is_zero(on):
+    """Adam would multiply it by zero, which is NaN."""
+
+    def make(parameters):
+        first, *others = parameters
+        return torch.optim.AdamW([{"params": [first], "lr": 0.0}, {"params": others}])
+
+    model, optimizer, _ = begin(loss, BOTH, make=make, on=on)
+    forget(model)
+    model[0].weight.grad[0] = torch.inf
+    before = flat(model)
+    with pytest.raises(ValueError, match=r"The gradient of 0.weight is not finite"):
+        optimizer.step()
+    assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+def test_a_scaler_skips_the_part_of_the_optimizer_that_overflows(on):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, optimizers, _ = begin(loss, BOTH, make=halves, on=on, scaler=scaler)
+    before = flat(model)
+    scaler.scale(loss(model, rival(task(0)))).backward()
+    model[2].bias.grad[0] = torch.inf
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    moved = flat(model) != before
+    assert moved.any()
+    assert not moved[-sum(p.numel() for p in model[2].parameters()) :].any()
+
+
 @pytest.mark.parametrize("look", [1, "auto"])
 def test_the_parts_of_a_step_keep_a_tolerance_together(look):
     """The part of the second optimizer gets the slack that the first one has left."""

@@ -423,6 +423,38 @@ def test_teacher_without_adapters():
         Distillation(logits, teacher="base")(perceptron(), rival(task(0)))
 
 
+def test_a_promise_about_a_teacher_is_one_for_every_adapter():
+    model = adapted(language_model("llama", max_position_embeddings=64), target_modules=["q_proj"])
+    model.add_adapter("b", model.peft_config["default"])
+    held = [p for name, p in model.named_parameters() if "lora" in name]
+    optimizer = torch.optim.AdamW([p.requires_grad_() for p in held], lr=1e-3)
+    keeper = Keeper(model, optimizer, Promise(Distillation(teacher="base"), tolerance=0.0))
+    batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
+    keeper.keep([batch], name="chat")
+    model.set_adapter("b")
+    keeper.keep([batch], name="chat")
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
+    assert (len(keeper.sets["chat"]), keeper.last.names) == (6, ["chat"])
+    assert keeper.report()["chat"].kept is not None
+    assert not keeper.sets["chat"].is_of("")  # when adapters have been merged, there is no base
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_base_from_which_adapters_were_subtracted_is_no_teacher(init, recwarn):
+    peft, model = pytest.importorskip("peft"), language_model("llama", max_position_embeddings=64)
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, init_lora_weights=init, target_modules=["q_proj", "v_proj"])
+    )
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    keeper = Keeper(model, optimizer)
+    batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
+    keeper.keep([batch], Promise(Distillation(), tolerance=1e-9))
+    assert not [one for one in recwarn if "without its adapters" in str(one.message)]
+    with pytest.raises(ValueError, match=f"init_lora_weights='{init}' has subtracted them"):
+        keeper.keep([batch], Promise(Distillation(teacher="base")))
+
+
 def test_adapters_that_are_put_into_a_model_are_kept_with_it():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])

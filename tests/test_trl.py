@@ -113,7 +113,8 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize(
-    ("name", "only"), [*((name, None) for name in ROWS), ("text", False), ("masks", True)]
+    ("name", "only"),
+    [*((name, None) for name in ROWS if name != "tools"), ("text", False), ("tools", False), ("masks", True)],
 )
 def test_labels_are_those_of_trl(name, only, tmp_path):
     tokens, model = tokenizer([*WORDS, "user", "assistant"]), language_model()
@@ -124,6 +125,20 @@ def test_labels_are_those_of_trl(name, only, tmp_path):
     batch = trainer.data_collator([trainer.train_dataset[0]])
     made = Examples(model, tokens, arguments, None).of(rows)[0][0][TEXT]
     assert made == {key: batch[key][0].tolist() for key in made}
+
+
+def test_of_a_conversation_the_last_answer_has_labels(tmp_path):
+    """Else a refusal could become less likely while its prompt, which is longer, becomes likelier."""
+    tokens = tokenizer([*WORDS, "user", "assistant"])
+    tokens.chat_template = TEMPLATE
+    make = Examples(language_model(), tokens, SFTConfig(str(tmp_path), **QUIET, bf16=False), None)
+    rows = [TALK, {"messages": TALK}, {"chosen": TALK}, ROWS["conversation"]]
+    first, *others = [make.of([row])[0][0][TEXT] for row in rows]
+    assert 0 < first["labels"].count(-100) < len(first["labels"])
+    assert all(one == first for one in others)
+    for unanswered in (TALK[:1], TALK[1:]):
+        one = make.of([unanswered])[0][0][TEXT]
+        assert one["labels"] == one["input_ids"]
 
 
 def test_tools_are_for_templates(tmp_path):

@@ -97,6 +97,8 @@ class Examples:
                 raise ValueError(
                     "data holds texts, and the trainer has no tokenizer: pass processing_class=."
                 )
+            if parts == ("prompt",):
+                warn("data has prompts only: what the model answers is not kept. Add a column completion.")
             self.cut = False
             return made(partial(self.of_text, parts)), self
         if not keys:  # the elements of a list are batches
@@ -113,7 +115,7 @@ class Examples:
         return data if row is first else [data[k] for k in range(len(data))], None
 
     def of_text(self, parts: tuple[str, ...], one: Any) -> dict[str, Any]:
-        """Return a text, or these parts of a row, as an example; after a prompt, the answer has labels."""
+        """Return a text, or parts of a row, as an example; after a prompt, only an answer has labels."""
         said, about = ([one[name] for name in parts], one) if parts else ([one], {})
         options: dict[str, Any] = {}
         if not isinstance(said[0], str):  # columns of TRL for chat templates
@@ -125,6 +127,9 @@ class Examples:
             return self.of_tokens(
                 *(self.ids(one, options, key) for one, key in zip(said, keys, strict=False))
             )
+        talk: Any = said[0] if len(said) == 1 and not isinstance(said[0], str) else ()
+        if len(talk) > 1 and talk[-1].get("role") == "assistant":
+            said = [talk[:-1], talk[-1:]]  # the last answer is the completion
         whole, start = self.ids(reduce(add, said), options), 0
         if len(said) > 1 and self.labelled and self.answers is not False:
             prompt = self.ids(said[0], options | {"add_generation_prompt": True})

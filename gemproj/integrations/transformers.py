@@ -74,7 +74,8 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     data : list of texts, of conversations or of examples; datasets.Dataset; or DataLoader, optional
         What to keep. Texts, and conversations (lists of messages with a role and a content), are tokenised by
         the tokenizer of the trainer; for an encoder-decoder, they need columns ``prompt`` and ``completion``.
-        For other models only the completion then has labels, as in TRL; `Distillation` needs none.
+        For other models only the completion, or the last answer of a conversation, then has labels, unless
+        TRL's `completion_only_loss` is False; `Distillation` needs none.
         Examples with other columns than tokens and labels are collated by its collator. A list or data set
         that several processes pass alike is divided among them, if there are 5 examples for each. More can be
         kept by `keep`, before training, in which case it waits until training begins, or after it.

@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader
 from gemproj._arrays import wide_dtype
 from gemproj._warn import warn
 from gemproj.torch.data import PerExample, divided, leaves_of, moved, owned
-from gemproj.torch.losses import Distillation, has_teacher, labelled_rows, model_loss, without_adapters
+from gemproj.torch.losses import (
+    Distillation,
+    has_teacher,
+    labelled_rows,
+    model_loss,
+    moved_base,
+    without_adapters,
+)
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, call_loss, explain, value_of
 from gemproj.torch.rows import evaluating, passes, seed
@@ -115,7 +122,7 @@ def warn_of_adapters(kept: KeptSet, model: nn.Module, vector: ParameterVector, l
     """Warn if what is kept is not what the model says without its adapters of peft, which may be new."""
     allowed, stored = kept.promise.allowed, isinstance(kept.promise.loss, Distillation) and kept.outputs
     # Adapters that transformers or peft have put into a model cannot be switched off in this way.
-    switched = hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+    switched = hasattr(model, "peft_config") and hasattr(model, "disable_adapter") and not moved_base(model)
     if allowed is None or vector.topology.collective or not (stored and switched):
         return
     some = kept.part(list(range(min(len(kept), _ADAPTED))))

@@ -25,6 +25,8 @@ _MASK = "attention_mask"
 _MORE = ("pred_boxes", "pred_masks")
 # Of more classes than this, only some are stored by default, and logits are not copied.
 _MANY, _TOP = 1_000, 64
+# Ways of peft to begin an adapter which subtract it from the base.
+_SUBTRACTED = ("pissa", "olora", "corda", "loftq")
 # Largest logarithm of a ratio of probabilities in an estimate, so that its exponential is finite.
 _LARGEST = 10.0
 
@@ -353,6 +355,12 @@ def has_teacher(loss: Any) -> bool:
     return isinstance(loss, Distillation) and loss.teacher is not None
 
 
+def moved_base(model: Any) -> str:
+    """Return how adapters of peft began, if they were subtracted from the base; else nothing."""
+    begun = (getattr(one, "init_lora_weights", None) for one in getattr(model, "peft_config", {}).values())
+    return next((how for how in begun if isinstance(how, str) and how.startswith(_SUBTRACTED)), "")
+
+
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
     """Switch the adapters of a model of peft off."""
@@ -360,6 +368,11 @@ def without_adapters(model: Any) -> Iterator[None]:
         raise TypeError(
             "teacher='base' needs a model of peft, whose adapters can be off; found "
             f"{type(model).__name__}. Without a teacher, outputs are stored."
+        )
+    if found := moved_base(model):
+        raise ValueError(
+            f"teacher='base' is the model without its adapters, from which init_lora_weights={found!r} has "
+            "subtracted them. Without a teacher, outputs are stored."
         )
     trained = [p.requires_grad for p in model.parameters()]
     try:

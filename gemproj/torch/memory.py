@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from gemproj.torch.data import Batch, Collate, PerExample, check_alike, divided, moved, owned, packed
+from gemproj.torch.losses import has_teacher
 from gemproj.torch.promise import Loss, Promise
 
 # What a state has of a set.
@@ -70,13 +71,17 @@ class KeptSet:
         """Its name in messages."""
         return repr(self.name) if isinstance(self.name, str) else f"set {self.name!r}"
 
+    def is_of(self, adapter: str) -> bool:
+        """Return whether it can be evaluated with this adapter; a teacher is the same for all of them."""
+        return self.adapter == adapter or (has_teacher(self.promise.loss) and adapter != "")
+
     def __repr__(self) -> str:
         return f"KeptSet({self.name!r}, {len(self)} examples, {self.promise!r})"
 
     def joined(self, more: KeptSet) -> KeptSet:
         """Return the set with more examples; those at hand keep their outputs and losses."""
         how = None
-        if self.adapter != more.adapter:
+        if not self.is_of(more.adapter):
             how = f"with adapter {self.adapter!r}, and {more.adapter!r} is active"
         elif (not self.outputs, self.listed) != (not more.outputs, more.listed):
             how = "without outputs of the model, or with outputs in another form than that of this loss"

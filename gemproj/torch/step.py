@@ -279,11 +279,11 @@ class ProjectedStep:
             self._groups = [groups.get(id(p)) for p in vector.parameters]
         if len(training.rows) and any(p.grad is not None for p in vector.parameters):
             try:
-                # A projection of the gradient would tell, but not of another optimizer's part.
-                if rows is None or keeper.on == "step" or training.is_first_part:
+                held = [False] if rows is None else self._rated()
+                # A projection of the gradient would tell, but not of columns that it leaves out.
+                if keeper.on == "step" or not all(held):
                     self._check_finite(rows)
                 if rows is not None and keeper.on != "step":
-                    held = self._rated()
                     if not any(held):  # as in the first step of a warmup
                         held = [group is not None for group in self._groups]
                     self._solution, changed = self._solve("gradient", rows, vector.read_gradient(), held)
@@ -502,7 +502,10 @@ class ProjectedStep:
         vector = self._vector
         if vector.device.type != "cpu":
             return
-        gradients = [local(p.grad) for p in vector.parameters if p.grad is not None]
+        checked = vector.parameters
+        if self._training.scaler is not None:  # it skips the part of another optimizer that overflows
+            checked = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [local(p.grad) for p in checked if p.grad is not None]
         # A sum takes a tenth of the time; it may overflow.
         wrong = not all(bool(g.sum().isfinite()) or bool(g.isfinite().all()) for g in gradients)
         norms = torch.zeros(0, dtype=torch.float64)

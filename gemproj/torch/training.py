@@ -29,7 +29,7 @@ class Training:
     """What a keeper is attached to: a model, the steps of its optimizers, and the rows that they share."""
 
     def __init__(self, keeper: Any, model: torch.nn.Module, optimizers: Sequence[Any], scaler: Any) -> None:
-        self.keeper, self.model, self._scaler = keeper, model, scaler
+        self.keeper, self.model, self.scaler = keeper, model, scaler
         self.terms, self.joint = Terms(), SharedPasses()
         self.last: Projection | None = None  # statistics of the last step, of all its optimizers
         self.watched: Any = None  # number of steps, and norm of the weights, when sets were kept
@@ -120,11 +120,6 @@ class Training:
             for p in vector.parameters:  # a backward pass computes gradients at new weights
                 self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
 
-    @property
-    def is_first_part(self) -> bool:
-        """Whether the first one of several optimizers steps, without a closure."""
-        return len(self.steps) > 1 and len(self._stepped) == 1
-
     def watch(self) -> None:
         """Warn if weights have changed since the last call, and no step of these optimizers was taken."""
         norms = [vector_norm(p, dtype=wide_dtype(torch, p.device)) for p in self.rows.vector.local()]
@@ -200,7 +195,7 @@ class Training:
     def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None, fresh: bool) -> None:
         """Compute the rows that are due, those of all sets for None; `fresh` if they are other sets."""
         keeper, rows, topology = self.keeper, self.rows, self.rows.vector.topology
-        (inner, parallel), scaler = unwrapped(self.model), self._scaler
+        (inner, parallel), scaler = unwrapped(self.model), self.scaler
         if getattr(getattr(parallel, "_join_config", None), "enable", False):
             raise ValueError(
                 "model trains in DistributedDataParallel.join(), where a process that has no more data takes "
@@ -246,7 +241,7 @@ class Training:
     def active(self) -> dict[Hashable, KeptSet]:
         """Return the sets whose losses can move now, by name: not those of other adapters."""
         adapter = adapters(unwrapped(self.model)[0])
-        return {name: kept for name, kept in self.keeper.sets.items() if kept.adapter == adapter}
+        return {name: kept for name, kept in self.keeper.sets.items() if kept.is_of(adapter)}
 
     def _begin_sets(self, active: Iterable[KeptSet]) -> None:
         """Begin to compute the rows of these sets, and warn about those of other adapters."""
@@ -257,10 +252,11 @@ class Training:
         self.joint, self.terms = SharedPasses(), Terms.of(promises, self.rows.vector.device)
         self._losses = [keeper._wrapped(promise.loss) for promise in promises]
         for name, kept in keeper.sets.items():
-            if kept.adapter != adapter:
+            if not kept.is_of(adapter):
                 warn(
                     f"The set {name!r} was kept with adapter {kept.adapter!r}, and {adapter!r} is active: "
-                    "its promise is left out until its adapter is active again."
+                    "its promise is left out until its adapter is active again. To keep its examples now, "
+                    "keep them under another name."
                 )
 
     def warm_start(self, kind: str, names: list[Any]) -> Any:
