@@ -69,9 +69,10 @@ def page(records: Sequence[Record]) -> str:
         shares = [run["half"] / run["held_out"] for run in runs if run["kind"] != "before"]
         share = f"{100 * mean(shares):.0f} %" if shares else "-"
         parts.append(
-            f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts, adapters in {where}, "
-            f"{seeds} seed{each}. The 95 % interval over a run's conversations is ± {share} of the "
-            f"divergence, on average.\n\n{losses(runs)}"
+            f"**{TITLES[skill]}**: {steps} steps of {runs[0]['form']['batch']} texts and "
+            f"{runs[0]['form']['drawn']} kept ones, adapters in {where}, {seeds} seed{each}. The 95 % "
+            f"interval over a run's conversations is ± {share} of the divergence, on average."
+            f"\n\n{losses(runs)}"
         )
     parts += [gates(usual_rate(compared(records))), ranges(usual_rate(records))]
     return "\n\n".join(filter(None, parts))

@@ -29,8 +29,6 @@ _PIECE, _LEAST = 1 << 17, 1 << 13
 _SMALL = 1 << 17
 # Minimum number of gradients on one G that are read together.
 _TOGETHER = 12
-# In place of the step between columns: the block has to be copied.
-_COPIED = -1
 # Empty arrays by the name of a dtype; uint16 holds the bits of bfloat16.
 _LIKE = {name: np.empty(0, name) for name in ("float32", "float64")}
 _LIKE |= {f"torch.{name}": like for name, like in _LIKE.items()} | {"torch.bfloat16": np.empty(0, np.uint16)}
@@ -44,17 +42,15 @@ def bind(problem: Problem) -> Numba | None:
     """
     arrays = problem.rows + problem.vector
     dtypes = set(map(_DTYPE, arrays))
-    if problem.weight is not None or len(dtypes) > 1:
+    if problem.weight is not None or len(dtypes) > 1 or (problem.shared and 0 in problem.batch):
         return None
     likes = list(map(like_of, set(map(type, arrays)), repeat(dtypes.pop())))
     if not all(map(is_not, likes, repeat(None))):
         return None
-    if problem.batch and (len(problem.rows) > 1 or (problem.shared and not math.prod(problem.batch))):
-        return None  # many gradients in blocks, or none
     if problem.is_torch and any(map(problem.xp.Tensor.is_neg, arrays)):
         return None
     backend = Numba(problem, likes[0])
-    return backend if len(backend.table) else None
+    return backend if backend.readable else None
 
 
 class Numba:
@@ -62,19 +58,23 @@ class Numba:
 
     Attributes
     ----------
-    table : array, shape (lines, 9)
-        The table of the loops: a line for a single block, else a line for each piece of a block. Empty if
-        they cannot read a single block.
-    parts : list
-        The work that threads share for several blocks: the first lines of the parts, and the end of the last.
+    table : array, shape (7, blocks)
+        The table of the loops.
+    axes : dict
+        For a block whose G is not in row-major order, by its number: the axes of g, and of x, in the order in
+        which G has them in memory.
+    vector : list
+        The blocks of g with their axes in that order; copies where the entries are not adjacent then.
+    readable : bool
+        Whether the loops can read G where it is; it is never copied.
     count : int
-        Number of these parts, or of pieces of a single block.
+        Number of pieces of all columns.
     """
 
     name = "numba"
 
     def __init__(self, problem: Problem, like: Any) -> None:
-        t, n = problem.t, problem.columns
+        t, n, rows, sizes = problem.t, problem.columns, problem.rows, problem.sizes
         self.like, self.problems, self.piece = like, math.prod(problem.batch), _PIECE
         if n * (t + 1) >= _SMALL:
             self.piece = min(_PIECE, max(_LEAST, -(-n // (16 * 1024)) * 1024))
@@ -83,68 +83,50 @@ class Numba:
         # With a shared G, whole groups of gradients are read together.
         self.together = -(-max(t, _TOGETHER) // HEIGHT) * HEIGHT if problem.shared else 1
         self.items = -(-self.problems // self.together)
-        self.table, self.parts = np.empty((0, 9), np.int64), list[int]()
-        if len(problem.rows) > 1:
-            self._divide(problem)
-            return
-        of_rows = (1 if problem.shared else self.problems, t, n)
-        if found := readable(problem.rows[0], problem.vector[0], of_rows, (self.problems, n)):
-            self._held, G, g, of_problem, *steps, of_vector = found
-            of_problem = 0 if problem.shared else of_problem
-            self.table = np.array([[G, of_problem, *steps, g, of_vector, 0, n, n]])
-
-    def _divide(self, problem: Problem) -> None:
-        """Make the table of several blocks, and divide it into parts of about the columns of a piece."""
-        t, piece, size = problem.t, self.piece, self.like.itemsize
-        rows, vector, columns = problem.rows, problem.vector, np.array(problem.sizes)
+        self.axes, self.vector, self.readable = dict[int, list[int]](), list(problem.vector), True
         adjacent = problem.xp.Tensor.is_contiguous if problem.is_torch else is_row_major
-        plain: Any = np.all([list(map(adjacent, a)) for a in (rows, vector)], axis=0)
-        places = np.array([addresses(rows), addresses(vector)])
-        if not (places.all(axis=0) | (columns == 0)).all():
-            return  # tensors without memory of their own
-        steps = np.stack([columns, np.ones_like(columns)])  # of_row, of_column
-        for k in np.flatnonzero(~plain):
-            n = problem.sizes[k]
-            found = readable(rows[k], vector[k], (1, t, n), (1, n))
-            plain[k] = found is not None and (*places[:, k],) == found[1:3]  # views, no copies
-            steps[:, k] = found[4:6] if found is not None and plain[k] else _COPIED
-        # A block that has to be copied is one line, to be copied once.
-        counts = np.where(plain, -(-columns // piece), columns > 0)
-        block = np.repeat(np.arange(len(columns)), counts)
-        start = (np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)) * piece
-        here = np.where(plain[block], np.minimum(columns[block] - start, piece), columns[block])
-        self.table = np.zeros((len(block), 9), np.int64)
-        self.table[:, 2:4], self.table[:, 8] = steps[:, block].T, here
-        self.table[:, 0] = places[0, block] + start * steps[1, block] * size
-        self.table[:, 4] = places[1, block] + start * size
-        self._blocks, self._starts = block, start * size
-        part = (np.cumsum(here) - 1) // piece
-        self.parts = [*np.flatnonzero(np.diff(part, prepend=-1)).tolist(), len(block)]
-        self.count = len(self.parts) - 1
+        steps = {}
+        if not all(map(adjacent, rows + self.vector)):
+            steps = {k: self._turn(problem, k) for k, G in enumerate(rows) if not adjacent(G)}
+            self.vector = [g if adjacent(g) else copied(g) for g in self.vector]
+        places = addresses(rows + self.vector)
+        self.readable = self.readable and not lacks_memory(places, sizes * 2)
+        k = len(rows)  # a batch of G has a single block
+        self.table = np.array([places[:k], [t * n] * k, sizes, [1] * k, places[k:], [0] * k, sizes])
+        for k, found in steps.items():
+            self.table[1:4, k] = found
+        if problem.shared:  # all gradients have the same rows
+            self.table[1] = 0
 
-    def _lines(self, problem: Problem, i: int) -> tuple[np.ndarray, Any]:
-        """Return the table of a part, and copies of the blocks that cannot be read where they are."""
-        first, last = self.parts[i : i + 2]
-        table, held = self.table[first:last].copy(), []
-        for j in np.flatnonzero(table[:, 3] == _COPIED):
-            k = self._blocks[first + j]
-            held += [copied(problem.rows[k]), copied(problem.vector[k])]
-            (table[j, 0], table[j, 4]), table[j, 2:4] = addresses(held[-2:]), (table[j, 8], 1)
-        return table, held
+    def _turn(self, problem: Problem, k: int) -> list[int]:
+        """Take the axes of a block in the order in which G has them in memory; return the steps of G.
+
+        Entries at odd addresses, columns in reverse and columns without one common step are not `readable`.
+        """
+        G, lead = problem.rows[k], len(problem.batch)
+        first = 1 if problem.shared else lead + 1
+        order = sorted(range(first, G.ndim), key=lambda i: -_steps(G)[i])
+        turned = problem.xp.permute_dims(G, [*range(first), *order])
+        self.axes[k] = [*range(lead), *(i - first + lead for i in order)]
+        self.vector[k] = problem.xp.permute_dims(self.vector[k], self.axes[k])
+        many = 1 if problem.shared else self.problems
+        turned = turned.reshape((many, problem.t, problem.sizes[k]))  # a view if possible
+        steps = _steps(turned)
+        if problem.sizes[k] == 1:  # a step that is not taken
+            steps[2] = 1
+        views = addresses([turned]) == addresses([G])
+        fits = views and steps[2] >= 0 and all(float(step).is_integer() for step in steps)
+        self.readable = self.readable and fits
+        return list(map(int, steps)) if fits else [0, 0, 1]
 
     def gram(self, problem: Problem) -> Gram:
         """Return K, b and |g|^2, summed piece by piece in threads."""
-        t, m, n, batch, shared = problem.t, self.problems, problem.columns, problem.batch, problem.shared
+        t, m, n, batch = problem.t, self.problems, problem.columns, problem.batch
         size = t * t + self.together * (t + 1)
         totals = np.zeros((max(1, self.count), self.items, size))
 
         def run(begin: int, end: int) -> None:
-            if not self.parts:
-                given = self.table, self.like, m, self.piece, t, self.together
-                sum_products(begin, end, *given, totals)
-            for i in range(begin, end) if self.parts else ():
-                table, _ = self._lines(problem, i)
-                sum_products(0, len(table), table, self.like, 1, n, t, 1, totals[i : i + 1])
+            sum_products(begin, end, self.table, self.like, m, self.piece, t, self.together, totals)
 
         # Eight products take as long as reading a number.
         work = m * n * (t + 1) * ((9 + t) // 8)
@@ -156,7 +138,7 @@ class Numba:
                     totals[:half] += totals[left - half : left]
                     left -= half
                 totals[0] = np.add.reduce(totals[:left])
-        if shared:
+        if problem.shared:
             K, rest = totals[0, 0, : t * t], totals[0, :, t * t :].reshape((-1, t + 1))[:m]
             return Gram(K.reshape((t, t)), rest[:, :t].reshape((*batch, t)), rest[:, t].reshape(batch))
         total = totals[0].reshape((*batch, size))
@@ -164,31 +146,24 @@ class Numba:
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
-        m, n = self.problems, problem.columns
+        m, n, turn = self.problems, problem.columns, problem.xp.permute_dims
         lams = np.array(lam, np.float64).reshape((m, problem.t))
-        made = [a if is_row_major(a) else empty_as(a) for a in x]
+        turned = x
+        if self.axes:
+            turned = [turn(a, self.axes[k]) if k in self.axes else a for k, a in enumerate(x)]
+        made = [a if is_row_major(a) else empty_as(a) for a in turned]
         places = addresses(made)
-        if problem.is_torch and (
-            any(map(problem.xp.Tensor.is_neg, x))
-            or any(n and not at for n, at in zip(problem.sizes, places, strict=True))
-        ):
+        negated = problem.is_torch and any(map(problem.xp.Tensor.is_neg, x))
+        if negated or lacks_memory(places, problem.sizes):
             portable.combine(problem, lam, x)
             return
-        if self.parts:
-            self.table[:, 6] = np.array(places)[self._blocks] + self._starts
-        else:
-            self.table[0, 6] = places[0]
+        self.table[5] = places
 
         def run(begin: int, end: int) -> None:
-            if not self.parts:
-                given = self.table, self.like, m, self.piece, self.together
-                write_combinations(begin, end, *given, lams)
-            for i in range(begin, end) if self.parts else ():
-                table, _ = self._lines(problem, i)
-                write_combinations(0, len(table), table, self.like, 1, n, 1, lams)
+            write_combinations(begin, end, self.table, self.like, m, self.piece, self.together, lams)
 
         share_pieces(run, self.count * self.items, m * n * (problem.t + 2), self.threads)
-        for to, a in zip(x, made, strict=True):
+        for to, a in zip(turned, made, strict=True):
             if a is not to:
                 to[...] = a
 
@@ -221,25 +196,9 @@ def addresses(arrays: list[Array]) -> list[int]:
         return [a.__array_interface__["data"][0] for a in arrays]
 
 
-def readable(
-    G: Array, g: Array, of_rows: tuple[int, int, int], of_vector: tuple[int, int]
-) -> tuple[Any, ...] | None:
-    """Return what the loops read of a block of such shapes: arrays with its memory, addresses and steps.
-
-    The steps are of_problem, of_row, of_column and of_vector. Return None for columns in reverse, entries at
-    odd addresses, entries of g that are not adjacent, or tensors without memory of their own.
-    """
-    n = of_vector[-1]
-    steps: list[Any] = [of_rows[1] * n, n, 1, n]
-    if not (is_row_major(G) and is_row_major(g)):
-        G, g = G.reshape(of_rows), g.reshape(of_vector)  # views if possible
-        *steps, of_entry = *_steps(G), *_steps(g)
-        if n == 1:  # a step that is not taken
-            steps[2] = of_entry = 1
-        if steps[2] < 0 or of_entry != 1 or not all(float(step).is_integer() for step in steps):
-            return None
-    of_G, of_g = addresses([G, g])
-    return ((G, g), of_G, of_g, *map(int, steps)) if of_G and of_g else None
+def lacks_memory(places: list[int], sizes: list[int]) -> bool:
+    """Return whether there is an array with entries, but without memory of its own, by their addresses."""
+    return 0 in places and any(n and not at for at, n in zip(places, sizes, strict=True))
 
 
 def _steps(a: Array) -> list[Any]:

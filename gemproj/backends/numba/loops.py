@@ -1,11 +1,13 @@
 """The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows).
 
-G, g and x are read and written where they are, at addresses from a table with one line per block::
+G, g and x are read and written where they are, at addresses from a table with one column per block::
 
-    address of G, of_problem, of_row, of_column, address of g, of_vector, address of x, of_x, columns
+    address of G, of_problem, of_row, of_column, address of g, address of x, columns
 
 Steps are in numbers: entry k of row r of problem p of G is ``p * of_problem + r * of_row + k * of_column``
-numbers after the first one. The entries of g and of x are adjacent.
+numbers after the first one. The entries of g and of x are adjacent. The columns of all blocks, one block
+after the other, are divided into pieces, numbered across problems: piece k of problem p is
+``k * problems + p``. With one G for many g, `together` of them, a multiple of HEIGHT, count as one problem.
 
 Loops run over slices, ``a = row[start : start + 1024]`` and ``range(a.size)``. An index that starts at a
 variable may be negative for all that numba knows; it then wraps around, and LLVM reads one number at a time.
@@ -172,10 +174,7 @@ def _collect(sums, rows, t, first, total):
 def sum_products(begin, end, table, like, problems, piece, t, together, totals):
     """Add the products of the rows [G; g] over the columns of pieces ``begin .. end - 1`` to `totals`.
 
-    A table of one line is divided into pieces of so many columns, numbered across problems: piece k of
-    problem p is ``k * problems + p``. With one G for many g, `together` of them, a multiple of HEIGHT, count
-    as one problem. Each line of a longer table is one piece. `totals` is (pieces, problems, size), with a
-    length of one for the lines of a longer table.
+    `totals` is (pieces, problems, size).
     """
     items, first, height = -(-problems // together), t, t + 1
     if together > 1:  # whole groups of rows, so that the bits of a g do not depend on the others
@@ -187,29 +186,31 @@ def sum_products(begin, end, table, like, problems, piece, t, together, totals):
     if together > 1:
         tile[:] = 0.0
     for i in range(begin, end):
-        k, p, line = (i // items, i % items, table[0]) if len(table) == 1 else (0, 0, table[i])
-        G, of_problem, of_row, of_column = line[0], line[1], line[2], line[3]
-        g, of_vector, n = line[4], line[5], line[8]
-        few = together == 1 and 0 < t < HEIGHT and of_column == 1
+        k, p, at = i // items, i % items, 0
         sums[:] = 0.0
-        start, stop = k * piece, min((k + 1) * piece, n)
-        while start < stop:
-            here = min(width, stop - start)
-            rows = G + (p * of_problem + start * of_column) * like.itemsize
-            vectors = g + (p * together * of_vector + start) * like.itemsize
-            if few and here >= MULTIPLE:
-                here -= here % MULTIPLE  # few rows are multiplied in place
-                add_few(_at(rows, 0, like), of_row, t, _at(vectors, 0, like), here, sums)
-            else:
-                if of_column == 1:
-                    for r in range(t):
-                        _widen(_at(rows, r * of_row, like), here, tile, r)
+        for b in range(table.shape[1]):
+            G, of_problem, of_row, of_column = table[0, b], table[1, b], table[2, b], table[3, b]
+            g, n = table[4, b], table[6, b]
+            few = together == 1 and 0 < t < HEIGHT and of_column == 1
+            start, stop = max(k * piece - at, 0), min((k + 1) * piece - at, n)
+            at += n
+            while start < stop:
+                here = min(width, stop - start)
+                rows = G + (p * of_problem + start * of_column) * like.itemsize
+                vectors = g + (p * together * n + start) * like.itemsize
+                if few and here >= MULTIPLE:
+                    here -= here % MULTIPLE  # few rows are multiplied in place
+                    add_few(_at(rows, 0, like), of_row, t, _at(vectors, 0, like), here, sums)
                 else:
-                    _turn(rows, of_row, of_column, t, here, like, tile)
-                for r in range(min(together, problems - p * together)):
-                    _widen(_at(vectors, r * of_vector, like), here, tile, first + r)
-                _add_tile(tile, height, here, sums)
-            start += here
+                    if of_column == 1:
+                        for r in range(t):
+                            _widen(_at(rows, r * of_row, like), here, tile, r)
+                    else:
+                        _turn(rows, of_row, of_column, t, here, like, tile)
+                    for r in range(min(together, problems - p * together)):
+                        _widen(_at(vectors, r * n, like), here, tile, first + r)
+                    _add_tile(tile, height, here, sums)
+                start += here
         _collect(sums, height, t, first, totals[k, p])
 
 
@@ -248,36 +249,36 @@ def _add_rows(lam, chosen, rows, of_row, like, out):
 
 @entry
 def write_combinations(begin, end, table, like, problems, piece, together, lams):
-    """Write pieces ``begin .. end - 1`` of ``x = g + G'lam``, numbered as in `sum_products`.
-
-    `lams` is (problems, t).
+    """Write pieces ``begin .. end - 1`` of ``x = g + G'lam``; `lams` is (problems, t).
 
     Sums are in float64 and stay in cache. x is written after its sums are complete, because x may be g.
     """
     t, items = lams.shape[1], -(-problems // together)
     part, chosen, turned = np.empty((1, _PART)), np.empty(t, np.int64), np.empty((0, 0))
     for i in range(begin, end):
-        k, first, line = (i // items, i % items * together, table[0]) if len(table) == 1 else (0, 0, table[i])
-        G, of_problem, of_row, of_column = line[0], line[1], line[2], line[3]
-        g, of_vector, to, of_x, n, width = line[4], line[5], line[6], line[7], line[8], _PART
-        if of_column != 1:
-            width = min(_PART, max(_LEAST, _TURNED // (8 * t)))
-            turned = np.empty((t, width)) if turned.size == 0 else turned
-        stop = min((k + 1) * piece, n)
-        for start in range(k * piece, stop, width):
-            here = min(width, stop - start)
-            rows = G + (first // together * of_problem + start * of_column) * like.itemsize
+        k, first, at = i // items, i % items * together, 0
+        for b in range(table.shape[1]):
+            G, of_problem, of_row, of_column = table[0, b], table[1, b], table[2, b], table[3, b]
+            g, to, n, width = table[4, b], table[5, b], table[6, b], _PART
             if of_column != 1:
-                _turn(rows, of_row, of_column, t, here, like, turned)
-            for p in range(first, min(first + together, problems)):
-                lam, count, out = lams[p], 0, part[0, :here]
-                for r in range(t):  # rows whose multiplier is zero need not be finite
-                    if lam[r] != 0.0:
-                        chosen[count] = r
-                        count += 1
-                _widen(_at(g, p * of_vector + start, like), here, part, 0)
-                if of_column == 1:
-                    _add_rows(lam, chosen[:count], rows, of_row, like, out)
-                else:
-                    _add_rows(lam, chosen[:count], turned.ctypes.data, width, turned, out)
-                _narrow(out, _at(to, p * of_x + start, like)[:here])
+                width = min(_PART, max(_LEAST, _TURNED // (8 * t)))
+                turned = np.empty((t, width)) if turned.size == 0 else turned
+            stop = min((k + 1) * piece - at, n)
+            for start in range(max(k * piece - at, 0), stop, width):
+                here = min(width, stop - start)
+                rows = G + (first // together * of_problem + start * of_column) * like.itemsize
+                if of_column != 1:
+                    _turn(rows, of_row, of_column, t, here, like, turned)
+                for p in range(first, min(first + together, problems)):
+                    lam, count, out = lams[p], 0, part[0, :here]
+                    for r in range(t):  # rows whose multiplier is zero need not be finite
+                        if lam[r] != 0.0:
+                            chosen[count] = r
+                            count += 1
+                    _widen(_at(g, p * n + start, like), here, part, 0)
+                    if of_column == 1:
+                        _add_rows(lam, chosen[:count], rows, of_row, like, out)
+                    else:
+                        _add_rows(lam, chosen[:count], turned.ctypes.data, width, turned, out)
+                    _narrow(out, _at(to, p * n + start, like)[:here])
+            at += n
