@@ -1,5 +1,6 @@
 """What is refused, and what is said about it: one table of calls."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,7 @@ CALLS = [
     (lambda: Promise(tolerance=0.0, repair=1.5), ValueError, "repair must be at most 1; found 1.5"),
     (lambda: Promise(tolerance=0.0, equal=True), ValueError, "tolerance and equal exclude each other"),
     (lambda: Promise(weight=1.0, equal=True), ValueError, "weight and equal exclude each other"),
+    (lambda: Promise(SAID, equal=True), ValueError, "equal is not for Distillation"),
     (lambda: Promise(equal=1), TypeError, "equal must be True or False; found 1"),
     (lambda: Distillation(dtype=torch.int8), TypeError, "floating-point dtype.*int8"),
     (lambda: Distillation(dtype="fp16"), TypeError, "floating-point dtype.*'fp16'"),
@@ -166,5 +168,7 @@ def test_what_is_wrong_is_said(call, error, text):
 def test_what_a_tolerance_is_by_default():
     assert (Promise(SAID).allowed, Promise(SAID, tolerance=0.0).allowed) == (0.05, 0.0)
     assert Promise(EACH).allowed is None
-    assert Promise(SAID, equal=True).allowed is None
+    apart = partial(lambda model, batch, outputs: logits(model, batch) - outputs)  # may rise or fall
+    apart.outputs = logits
+    assert (Promise(apart).allowed, Promise(apart, equal=True).allowed) == (0.05, None)
     assert Promise(SAID, repair=0.5).repair == 0.5

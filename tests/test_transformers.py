@@ -267,6 +267,8 @@ def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_pat
     again, resumed = kept_by(None, tmp_path, resume=str(tmp_path / "checkpoint-2"))
     assert torch.equal(flat(resumed.model), flat(trainer.model))
     assert again.report()["kept"].steps == whole.report()["kept"].steps == 4
+    with pytest.raises(ValueError, match="waits for a training: resume one from the checkpoint"):
+        KeeperCallback(data).load_state_dict(torch.load(tmp_path / "checkpoint-2" / "keeper.pt"))
     with pytest.warns(UserWarning, match="examples of 'kept' that are in the checkpoint; the other ones"):
         kept_by(data[:-1][::-1], tmp_path, limit=7, resume=str(tmp_path / "checkpoint-2"))
     for wrong, text in (

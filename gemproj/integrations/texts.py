@@ -97,7 +97,7 @@ class Examples:
                 raise ValueError(
                     "data holds texts, and the trainer has no tokenizer: pass processing_class=."
                 )
-            if parts == ("prompt",):
+            if parts == ("prompt",) and not self.encodes:  # which is refused below
                 warn("data has prompts only: what the model answers is not kept. Add a column completion.")
             self.cut = False
             return made(partial(self.of_text, parts)), self

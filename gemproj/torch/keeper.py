@@ -297,9 +297,10 @@ class KeeperBase:
             elif collate in (None, default_collate):
                 lacks = f"The examples of {name!r} were kept with a collate function, which is not in a state"
             if lacks or collate is None:
-                raise ValueError(
-                    f"{lacks}. Before loading call keep(..., name={name!r}) as the saved training did."
-                )
+                remedy = f"Before loading call keep(..., name={name!r}) as the saved training did"
+                if self._pending:
+                    remedy = "What is to be kept waits for a training: resume one from the checkpoint instead"
+                raise ValueError(f"{lacks}. {remedy}.")
             sets[name] = KeptSet.from_state_dict(one, promise, collate)
         random = torch.Generator()
         random.set_state(state["random"].cpu())

@@ -96,6 +96,8 @@ class Promise:
             raise TypeError(f"equal must be True or False; found {self.equal!r}.")
         if self.equal and self.weight:
             raise ValueError("weight and equal exclude each other: an equality cancels the added row.")
+        if self.equal and isinstance(self.loss, Distillation):
+            raise ValueError("equal is not for Distillation, whose divergence is least when it is stored.")
         if self.penalty is not None:
             check_number(self.penalty, "penalty", self.weight)
         if self.tolerance is not None:
