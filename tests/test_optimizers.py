@@ -114,8 +114,9 @@ def test_several_optimizers_keep_promises_together_and_count_one_step(on, turned
 
 
 @pytest.mark.parametrize("on", ["gradient", "step", "both"])
-def test_no_part_of_a_step_is_taken_if_the_gradient_of_another_is_not_finite(on):
-    model, optimizers, _ = begin(loss, BOTH, make=halves, on=on)
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)])
+def test_no_part_of_a_step_is_taken_if_the_gradient_of_another_is_not_finite(on, scaler):
+    model, optimizers, _ = begin(loss, BOTH, make=halves, on=on, scaler=scaler)
     forget(model)
     model[2].bias.grad[0] = torch.inf
     before = flat(model)

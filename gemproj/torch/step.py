@@ -503,7 +503,7 @@ class ProjectedStep:
         if vector.device.type != "cpu":
             return
         checked = vector.parameters
-        if self._training.scaler is not None:  # it skips the part of another optimizer that overflows
+        if self._training.scales:  # then the part of another optimizer that overflows is skipped
             checked = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [local(p.grad) for p in checked if p.grad is not None]
         # A sum takes a tenth of the time; it may overflow.

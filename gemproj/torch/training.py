@@ -29,7 +29,7 @@ class Training:
     """What a keeper is attached to: a model, the steps of its optimizers, and the rows that they share."""
 
     def __init__(self, keeper: Any, model: torch.nn.Module, optimizers: Sequence[Any], scaler: Any) -> None:
-        self.keeper, self.model, self.scaler = keeper, model, scaler
+        self.keeper, self.model, self._scaler = keeper, model, scaler
         self.terms, self.joint = Terms(), SharedPasses()
         self.last: Projection | None = None  # statistics of the last step, of all its optimizers
         self.watched: Any = None  # number of steps, and norm of the weights, when sets were kept
@@ -120,6 +120,11 @@ class Training:
             for p in vector.parameters:  # a backward pass computes gradients at new weights
                 self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
 
+    @property
+    def scales(self) -> bool:
+        """Whether a gradient scaler is at work; it skips the steps of optimizers whose gradients overflow."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
     def watch(self) -> None:
         """Warn if weights have changed since the last call, and no step of these optimizers was taken."""
         norms = [vector_norm(p, dtype=wide_dtype(torch, p.device)) for p in self.rows.vector.local()]
@@ -195,7 +200,7 @@ class Training:
     def _compute(self, sets: Mapping[Hashable, KeptSet], due: Sequence[bool] | None, fresh: bool) -> None:
         """Compute the rows that are due, those of all sets for None; `fresh` if they are other sets."""
         keeper, rows, topology = self.keeper, self.rows, self.rows.vector.topology
-        (inner, parallel), scaler = unwrapped(self.model), self.scaler
+        inner, parallel = unwrapped(self.model)
         if getattr(getattr(parallel, "_join_config", None), "enable", False):
             raise ValueError(
                 "model trains in DistributedDataParallel.join(), where a process that has no more data takes "
@@ -213,7 +218,7 @@ class Training:
                 if due is None or due[k]
             ]
         # Losses are scaled as in training with a scaler.
-        scale = scaler.get_scale() / _HEADROOM if scaler is not None and scaler.is_enabled() else 1.0
+        scale = self._scaler.get_scale() / _HEADROOM if self.scales else 1.0
         rows.fill(inner, draws, list(sets), microbatch=keeper._microbatch, scale=scale, joint=self.joint)
         if keeper.look == "auto" and self.terms.tolerance is not None:
             keeper._forecast.take(rows, draws, self.terms.tolerance, fresh=due is None)
