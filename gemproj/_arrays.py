@@ -133,7 +133,7 @@ def is_recording() -> bool:
 def is_row_major(a: Array) -> bool:
     """Return whether the entries are adjacent, in row-major order, at aligned addresses; False if unknown."""
     if isinstance(a, np.ndarray):
-        return a.flags.c_contiguous and a.flags.aligned
+        return (flags := a.flags).c_contiguous and flags.aligned
     return bool(a.is_contiguous() if is_torch(a) else hasattr(a, "flags") and a.flags.c_contiguous)
 
 
@@ -153,17 +153,20 @@ def may_overlap(a: Array) -> bool:
     return False
 
 
-def empty_as(a: Array) -> Array:
-    """Return an uninitialised array of the shape, dtype and device of `a`, in row-major order.
+def empty_as(arrays: Sequence[Array]) -> list[Array]:
+    """Return uninitialised arrays of the shapes, dtypes and devices of `arrays`, in row-major order.
 
-    By default `empty_like` keeps the memory order of `a`, even if column-major.
+    By default `empty_like` keeps the memory order of an array, even if column-major.
     """
-    if type(a) is np.ndarray:
-        return np.empty(a.shape, a.dtype)
-    if is_torch(a):
-        torch = sys.modules["torch"]
-        return torch.empty_like(a, memory_format=torch.contiguous_format)
-    return namespace(a).empty(a.shape, dtype=a.dtype, device=device_of(a))
+    xp = namespace(*arrays)
+    if xp is _NUMPY:
+        return [np.empty(a.shape, a.dtype) for a in arrays]
+    if not is_torch(arrays[0]):
+        return [xp.empty(a.shape, dtype=a.dtype, device=device_of(a)) for a in arrays]
+    torch = sys.modules["torch"]
+    if all(map(torch.Tensor.is_contiguous, arrays)):  # no loop, because models have hundreds of blocks
+        return list(map(torch.empty_like, arrays))
+    return [torch.empty_like(a, memory_format=torch.contiguous_format) for a in arrays]
 
 
 def note_written(arrays: Sequence[Array]) -> None:

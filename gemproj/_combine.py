@@ -67,7 +67,7 @@ def combined(
     problem: Problem, sol: DualSolution | Unread | Array, out: Blocks | None = None, G: Blocks = ()
 ) -> Any:
     """Return `out` if it is given, else the blocks of x in the same kind of container as g."""
-    x = [empty_as(v) for v in problem.vector] if out is None else check_out(out, G, problem)
+    x = empty_as(problem.vector) if out is None else check_out(out, G, problem)
     combine_into(problem, sol, x)
     if out is not None:
         note_written(x)

@@ -60,7 +60,7 @@ def combine(problem: Problem, lam: Array, x: list[Array]) -> None:
         lam, (math.prod(batch), t) if problem.shared else (*lam.shape[:-1], 1, t)
     )
     # Blocks with one axis of columns: views, except where entries are not in row-major order.
-    made = [a if is_row_major(a) or a.ndim == len(batch) + 1 else empty_as(a) for a in x]
+    made = [a if is_row_major(a) or a.ndim == len(batch) + 1 else empty_as([a])[0] for a in x]
     flat = [xp.reshape(a, (*batch, n)) for a, n in zip(made, problem.sizes, strict=True)]
     with problem.without_autocast():
         for k, lead, at, (rows, vector, *weight) in tiles(problem):
