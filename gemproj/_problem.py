@@ -209,7 +209,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
     if of_w[-1:] != (d,) or dense:
         raise ValueError(
             f"metric must have the shape of g, {of_g}; found {of_w}."
-            f"{' For a dense W pass K = G W^-1 G.T to solve_gram.' if dense else ''}"
+            f"{' For a dense W pass K = G W^-1 G.T to solve_gram: x = g + W^-1 G.T @ lam.' if dense else ''}"
         )
     shared = not lead and len(batch) > 0 and len(of_w) == 1
     if not shared and (lead != batch or (w is not None and of_w[:-1] != batch)):

@@ -18,6 +18,7 @@ from models import flat  # noqa: E402
 from gemproj import GEM2017  # noqa: E402
 from gemproj.integrations.avalanche import KeeperPlugin  # noqa: E402
 from gemproj.torch import Promise  # noqa: E402
+from gemproj.torch.losses import Distillation  # noqa: E402
 
 ALL, SIZE = Promise(examples=None), 24
 GRADIENT = {"limit": SIZE, "on": "gradient"}
@@ -56,6 +57,11 @@ def test_has_the_numbers_of_the_plugin_whose_place_it_takes(ours, other, tmp_pat
     first, second, exact = (flat(learn(tmp_path, plugin).model) for plugin in (ours, other, exact))
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)  # theirs rounds to float32
     assert (first - exact).abs().max() > 1e-4
+
+
+def test_a_promise_about_another_loss_than_the_criterion_is_refused():
+    with pytest.raises(ValueError, match=r"promise must have no loss here, .* criterion"):
+        KeeperPlugin(Promise(Distillation()))
 
 
 def test_one_growing_set_is_sampled(tmp_path):

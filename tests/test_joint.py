@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, take, task
+from models import EACH, SAID, Quantised, adapted, begin, language_model, logits, loss, take, task
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from gemproj.torch import Promise
 from gemproj.torch.data import divided
 from gemproj.torch.joint import SharedPasses
-from gemproj.torch.losses import CrossEntropy
+from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.memory import Draw, KeptSet
 from gemproj.torch.rows import Rows
 from gemproj.torch.vector import ParameterVector
@@ -395,6 +395,15 @@ def test_a_new_set_is_compared_again():
             (plan,) = keeper._training.joint._plans.values()
             assert plan.way.__name__ == f"_by_{way}"
         keeper.keep([examples(1.0)], name=3)
+
+
+def test_sets_with_equal_losses_that_were_made_one_by_one_share_a_pass():
+    model, optimizer, keeper = begin()
+    for k in range(3):
+        keeper.keep([task(k)], Promise(Distillation(logits), tolerance=0.1 + k))
+    take(model, optimizer, task(5))
+    (plan,) = keeper._training.joint._plans.values()
+    assert plan.rows == 3
 
 
 @pytest.mark.parametrize("when", [1, 3])

@@ -1,4 +1,4 @@
-"""A keeper as a plugin of Avalanche's strategies: GEM, A-GEM and the other promises."""
+"""A keeper as a plugin of Avalanche's strategies: GEM, A-GEM, and other promises about the criterion."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # 
     Parameters
     ----------
     promise : Promise, optional
-        The promise about each experience; its loss is the criterion of the strategy, on batches
-        ``[x, y, ..., task labels]``.
+        The promise about each experience, without a loss: that is the criterion of the strategy, on batches
+        ``[x, y, ..., task labels]``. As it is a mean, a tolerance needs ``microbatch=1``.
     limit : int, optional
         Number of patterns to keep per experience, chosen at random; by default all.
     name : hashable, optional
@@ -56,6 +56,11 @@ class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # 
     ) -> None:
         if limit is not None:
             check_count(limit, "limit", 1)
+        if promise is not None and promise.loss is not model_loss:
+            raise ValueError(
+                f"promise must have no loss here, which is the strategy's criterion; found {promise.loss!r}. "
+                "For another one call gemproj.torch.Keeper in a plugin of your own."
+            )
         SupervisedPlugin.__init__(self)
         KeeperBase.__init__(self, Promise() if promise is None else promise, **options)
         self._limit, self._name = limit, name

@@ -32,7 +32,7 @@ _REFUSED = {
 class KeeperCallback(CallbackBase, Callback):
     """A callback that keeps promises about `data` while a `Trainer` fits something else.
 
-    One call of ``Trainer.fit`` is one task. Parameters that are trainable when the fit begins are projected.
+    One call of ``Trainer.fit`` is one task. Parameters that are trainable in a step are projected.
     Pass the same callback to the Trainer of each task, and call `keep` after each fit. The callback works
     with automatic and manual optimization, accumulated gradients, mixed precision and
     DistributedDataParallel, for modules with one optimizer. The gradient is projected before Lightning clips

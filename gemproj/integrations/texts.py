@@ -51,7 +51,8 @@ class Examples:
         batched = getattr(loader, "batch_sampler", None) is not None
         self.collate: Collate | None = loader.collate_fn if batched else None
         longest = min(getattr(tokenizer, "model_max_length", _LONGEST), _LONGEST)
-        self.longest = min(getattr(args, "max_length", None) or longest, positions_of(model))
+        self.positions = positions_of(model)
+        self.longest = min(getattr(args, "max_length", None) or longest, self.positions)
         field = getattr(args, "dataset_text_field", "text")  # of TRL
         self.texts = [_TEXTS[0], (field,), *_TEXTS[1:]]
         self.labelled = getattr(model, "can_generate", bool)()
@@ -182,10 +183,10 @@ class Examples:
         found = self.tokenizer(**options, max_length=self.longest + 1)["input_ids"]
         if len(found) > self.longest:
             if not self.cut:
-                warn(
-                    f"Texts that are longer than {self.longest:,} tokens are cut there. Pass tokens to keep "
-                    "longer ones, or set max_length in arguments of TRL."
-                )
+                remedy = "Pass tokens to keep longer ones, or set max_length in arguments of TRL."
+                if self.longest >= self.positions:
+                    remedy = "The model takes no longer ones."
+                warn(f"Texts that are longer than {self.longest:,} tokens are cut there. {remedy}")
             self.cut = True
             found = self.tokenizer(**options, max_length=self.longest)["input_ids"]
         return list(found) if text.strip() else []

@@ -6,7 +6,7 @@ import itertools
 import types
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -373,6 +373,10 @@ class KeeperBase:
                 f"forget({name!r}) first."
             )
         check_promise(chosen, self.method, self.on)
+        others = (kept.promise.loss for kept in self.sets.values())
+        same = next((one for one in others if alike(one, chosen.loss)), chosen.loss)
+        if same is not chosen.loss:  # as one object, so that their rows may share a pass
+            chosen = replace(chosen, loss=same)
         return known, chosen
 
 
@@ -390,7 +394,7 @@ class Keeper(KeeperBase):
             optimizer.step()
         print(keeper.report())
 
-    Gradient Episodic Memory is ``Keeper(model, optimizer, Promise(loss, weight=0.5), on="gradient")`` with
+    Gradient Episodic Memory is ``Promise(loss, weight=0.5, examples=None)`` and ``on="gradient"``, with
     ``keep(task, limit=100)`` after each task; A-GEM has ``method="agem"``, and ``name="past"`` for all tasks.
 
     Each set is a row of G, the gradient of its loss. Rows are computed at the beginning of
@@ -411,8 +415,9 @@ class Keeper(KeeperBase):
         such as Muon and AdamW, each part of a step is projected by itself; rows are computed once for all
         that step after the same backward pass, and losses are updated to first order in between.
     promise : Promise, loss or float, optional
-        The promise about sets that are kept without their own, or its tolerance; by default about
-        ``model(**batch).loss``.
+        The promise about sets that are kept without their own; by default about
+        ``model(**batch).loss``. A number is a tolerance, which needs a loss with one number per example; that
+        one has not.
     on : {"both", "gradient", "step"}, default "both"
         What is projected: the gradient before the step, as GEM does; the optimizer's step, in Adam's metric
         if it keeps second moments; or both. Only a projected step keeps a promise exactly, to first order,
