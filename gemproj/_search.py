@@ -9,7 +9,8 @@ rows P are between their bounds, and ``s_P = 0``; all other rows are held at a b
 ``V_P' = Q'R`` of the free rows, with orthonormal rows Q, is updated when a row is released (Gram-Schmidt) or
 held (Givens rotations). The rest is read off Q and R:
 
-- x is computed by orthogonal projections, so it does not contain the rounding of large multipliers;
+- x is computed by orthogonal projections, so it does not contain the rounding of large multipliers; with many
+  free rows it moves along one vector of Q from pivot to pivot, and is computed anew at the end;
 - a row depends on the free rows if it is in their span, to the rounding of the coordinates;
 - the rows of ``R^-1`` are the dual basis of the free rows. The inverse of the norm of such a row is the
   distance of a free row from the span of the others: the angle that the coordinates have to resolve;
@@ -46,6 +47,8 @@ ROWS_CONTRADICT, GRAM_CONTRADICTS = 1e-9, 10.0
 OPTIMAL_WITHIN = 1e-9
 # Distance by which x is moved to meet the free rows, above which float64 multipliers cannot represent it.
 HOPELESS = 1e-7
+# Up to so many free rows x is computed anew, which takes little time; after a longer move for its rounding.
+FEW, FAR = 8, 4.0
 # Pivots per row after which the first violated row enters, which cannot cycle. The search ends after twice as
 # many.
 BUDGET = 6
@@ -62,22 +65,23 @@ class Search(NamedTuple):
     upper: Any
     lam: Any  # feasible multipliers
     Q: Any
-    R: Any
+    R: Any  # and two more columns: x at the minimum is the target plus R[:, -2] @ Q; R[:, -1] is for `hold`
     order: Any  # the free rows, in the order of their columns in R
-    count: Any  # numbers of free rows and of pivots
+    count: Any  # numbers of free rows, of pivots, and of moves of x since it was computed
     free: Any  # mask of the free rows
     tabu: Any  # mask of rows that may not enter
-    x: Any
-    slack: Any
-    trial: Any  # multipliers of the free rows at the minimum over them, in the order of `order`
+    x: Any  # at the minimum over the free multipliers
+    slack: Any  # there
+    trial: Any  # the free multipliers there, in the order of `order`
     outside: Any  # of a row: the component orthogonal to the free rows,
     inside: Any  # its coefficients in the basis Q,
     weights: Any  # and its weights in the free rows
+    shift: Any  # the products of the rows with a step of x
 
 
 def solve(
-    first: int, last: int, resolves: float, trust: float, rows: Any, linear: Any, h: Any, lower: Any,
-    upper: Any, start: Any, lam: Any, status: Any, pivots: Any, total: Any,
+    first: int, last: int, resolves: float, trust: float, rows: Any, linear: Any, options: Any, lam: Any,
+    numbers: Any, total: Any,
 ) -> None:  # fmt: skip
     """Solve problems ``first .. last - 1`` of a batch; rows may have any norm.
 
@@ -90,24 +94,28 @@ def solve(
         Distance of an active row from the span of the others below which the solution is UNRESOLVED.
     rows : array, shape (problems, t, m), or (1, t, m) for the same rows in all problems
     linear : array, shape (problems, m)
-    h, lower, upper, start : array, shape (problems, t), or empty for zeros, zeros, infinity and zeros
-        Right-hand sides, bounds, and multipliers to start from.
+    options : array, shape (problems, 4, t), or empty for zeros, zeros, infinity and zeros
+        Right-hand sides, lower and upper bounds, and multipliers to start from.
     lam : array, shape (problems, t)
         Output: the multipliers; for an infeasible h the ray.
-    status, pivots : array of int64, shape (problems,)
+    numbers : array of int64, shape (2, problems)
         Output: status and number of pivots.
     total : array, shape (problems,)
         Output: the sum of ``|lam_i| |g_i|``, relative to the size of the problem.
     """
-    t, of_gram, found = lam.shape[1], resolves > 0.0, np.zeros(3)
-    low, high, right, norm, idle = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
+    t, of_gram, found, status, pivots = lam.shape[1], resolves > 0.0, np.zeros(3), numbers[0], numbers[1]
+    of_rows = np.zeros((8, t))  # few arrays, because making one takes as long as some pivots of few rows
+    low, high, right, start, norm, idle = (
+        of_rows[0], of_rows[1], of_rows[2], of_rows[3], of_rows[4], of_rows[5]
+    )  # fmt: skip
     for p in range(first, last):
         given = rows[p if len(rows) > 1 else 0]
-        plain, finite = len(start) == 0, True
+        plain, finite = True, True
         for i in range(t):
-            low[i] = lower[p, i] if len(lower) else 0.0
-            high[i] = upper[p, i] if len(upper) else np.inf
-            right[i] = h[p, i] if len(h) and h[p, i] > -np.inf else 0.0
+            right[i], low[i], high[i], start[i] = 0.0, 0.0, np.inf, 0.0
+            if len(options):
+                right[i] = options[p, 0, i] if options[p, 0, i] > -np.inf else 0.0
+                low[i], high[i], start[i] = options[p, 1, i], options[p, 2, i], options[p, 3, i]
             norm[i] = np.sqrt(given[i, i] if of_gram else dot(given[i], given[i]))
             lam[p, i] = min(max(0.0, low[i]), high[i])
             if norm[i] == 0.0 and right[i] != 0.0:  # what h asks of this row, x cannot change
@@ -115,7 +123,7 @@ def solve(
                 lam[p, i] = bound if abs(bound) < np.inf else lam[p, i]
             idle[i] = lam[p, i]
             slack = (linear[p, i] if of_gram else dot(given[i], linear[p])) - right[i]
-            plain = plain and low[i] == 0.0 and slack >= 0.0
+            plain = plain and low[i] == 0.0 and start[i] == 0.0 and slack >= 0.0
             finite = finite and norm[i] < np.inf
         status[p], pivots[p], total[p] = OPTIMAL, 0, 0.0
         if plain:  # g violates no constraint
@@ -124,7 +132,10 @@ def solve(
             unit, a = from_gram(given, linear[p], norm, right, resolves)
         else:
             unit, a = of_norm_one(given, norm, right), linear[p].copy()
-        moved = a.copy()  # g + G'margin
+        n, m = min(unit.shape) + 1, unit.shape[1]
+        of_x, of_basis = np.zeros((2, m)), np.zeros((3, n))
+        moved = of_x[0]  # g + G'margin
+        moved[:] = a
         for i in range(t):
             if lam[p, i] != 0.0:
                 add(moved, lam[p, i] * norm[i], unit[i])
@@ -142,15 +153,13 @@ def solve(
                 low[i] = high[i] = 0.0
             stretch, right[i] = norm[i] / size, right[i] / size
             low[i], high[i] = low[i] * stretch, high[i] * stretch if high[i] < np.inf else np.inf
-            given_start = len(start) and abs(start[p, i]) < np.inf
-            begin = start[p, i] * stretch if given_start else 0.0
+            begin = start[i] * stretch if abs(start[i]) < np.inf else 0.0
             lam[p, i] = min(max(begin if abs(begin) < np.inf else 0.0, low[i]), high[i])
-        n, m = min(unit.shape) + 1, unit.shape[1]
+        numbered, masks = np.zeros(n + 3, np.int64), np.zeros((2, t), np.bool_)
         state = Search(
             unit, a, right, low, high, lam[p],
-            np.zeros((n, m)), np.zeros((n, n)), np.zeros(n, np.int64), np.zeros(2, np.int64),
-            np.zeros(t, np.bool_), np.zeros(t, np.bool_),
-            np.zeros(m), np.zeros(t), np.zeros(n), np.zeros(m), np.zeros(n), np.zeros(n),
+            np.zeros((n, m)), np.zeros((n, n + 2)), numbered[3:], numbered[:3], masks[0], masks[1],
+            of_x[0], of_rows[6], of_basis[0], of_x[1], of_basis[1], of_basis[2], of_rows[7],
         )  # fmt: skip
         if of_gram:
             search(state, resolves, GRAM_CONTRADICTS * resolves, found)
@@ -161,8 +170,8 @@ def solve(
         if found[1] < trust:
             status[p] |= UNRESOLVED
         for i in range(t):
-            least = lower[p, i] if len(lower) else 0.0
-            most = upper[p, i] if len(upper) else np.inf
+            least = options[p, 1, i] if len(options) else 0.0
+            most = options[p, 2, i] if len(options) else np.inf
             if norm[i] == 0.0:
                 lam[p, i] = idle[i]
             elif not ray:  # scaling would round multipliers at a bound
@@ -228,6 +237,7 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
     """
     lam, t, entered, origin, size = state.lam, len(state.lam), -1, 0.0, 1.0
     release_all(state, resolves)
+    minimum(state)
     while True:
         if advance(state):
             for i in range(t):  # a row that returned to its bound at once did so because of rounding
@@ -238,13 +248,18 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
                 size += abs(lam[i])
         entered = most_violated(state, ROUNDING * size, state.count[1] > BUDGET * t)
         if entered < 0 or state.count[1] > 2 * BUDGET * t + 20:
-            break
-        origin, violated = lam[entered], abs(state.slack[entered])
+            if state.count[2] == 0:
+                break
+            minimum(state)  # without the rounding of the moves
+            entered = -1
+            continue
+        origin, violated, exchanged = lam[entered], abs(state.slack[entered]), False
         sign = -1.0 if state.slack[entered] > 0.0 else 1.0
         while True:
             distance, weight = from_span(state, state.V[entered])
             if distance > resolves * weight:
                 release(state, entered, distance)
+                follow(state, entered, distance)
                 break
             rounding = violated <= 10.0 * weight * max(ROUNDING * size, resolves)
             step, held = (0.0, False) if rounding else exchange(state, entered, sign)
@@ -259,8 +274,11 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
             for i in range(t):
                 state.tabu[i] = state.tabu[i] and (rounding or step == np.inf)
             state.tabu[entered] = rounding or step == np.inf
+            exchanged = True
             if not held:
                 break
+        if exchanged:
+            minimum(state)
     judge(state, size, found)
 
 
@@ -300,7 +318,8 @@ def advance(state: Search) -> bool:
     """Move to the minimum over the free multipliers; return whether a row met a bound and is now held."""
     lam, trial, lower, upper, dropped = state.lam, state.trial, state.lower, state.upper, False
     while True:  # each pass holds a row, or is the last
-        minimum(state)
+        trial[:] = state.R[:, -2]
+        solve_triangle(state.R, state.count[0], trial)
         step = np.inf
         for p in range(state.count[0]):
             i = state.order[p]
@@ -320,7 +339,7 @@ def advance(state: Search) -> bool:
 
 
 def minimum(state: Search) -> None:
-    """Compute x, the slacks and the trial multipliers at the minimum over the free multipliers.
+    """Compute x and the slacks at the minimum over the free multipliers.
 
     With the target ``a + V'lam_held``: ``x = target + Q'(y - Q target)``, where ``R'y = h_P``, and
     ``R lam_P = y - Q target``.
@@ -333,18 +352,42 @@ def minimum(state: Search) -> None:
             add(x, lam[i], V[i])
     for p in range(k):
         y[p] = state.h[state.order[p]]
-        state.trial[p] = 0.0
+        R[p, -2] = 0.0
     solve_transposed(R, k, y)
     for _ in range(2):  # the second pass removes rounding
         times(Q, x, missed)
         for p in range(k):
             missed[p] = y[p] - missed[p]
-            state.trial[p] += missed[p]
+            R[p, -2] += missed[p]
         add_rows(missed, Q, x)
-    solve_triangle(R, k, state.trial)
     times(V, x, state.slack)
     for i in range(len(lam)):
         state.slack[i] = 0.0 if state.free[i] else state.slack[i] - state.h[i]
+    state.count[2] = 0
+
+
+def follow(state: Search, j: int, distance: float) -> None:
+    """Move x to the minimum after row j was released: along its vector of the basis, to a slack of zero.
+
+    What the row added to x while it was held is now a part of what the free rows add.
+    """
+    R, k, far = state.R, state.count[0] - 1, -state.slack[j] / distance
+    R[k, -2] = far
+    for p in range(k + 1):
+        R[p, -2] += state.lam[j] * R[p, k]
+    move(state, far, state.Q[k])
+
+
+def move(state: Search, far: float, q: Any) -> None:
+    """Add a multiple of a vector of norm one to x, which leaves the slacks of the free rows at zero."""
+    if abs(far) > FAR or state.count[0] <= FEW:
+        minimum(state)
+        return
+    state.count[2] += 1
+    add(state.x, far, q)
+    times(state.V, q, state.shift)
+    for i in range(len(state.lam)):
+        state.slack[i] = 0.0 if state.free[i] else state.slack[i] + far * state.shift[i]
 
 
 def most_violated(state: Search, worst: float, first: bool) -> int:
@@ -407,12 +450,14 @@ def from_span(state: Search, v: Any) -> tuple[float, float]:
     outside[:] = v
     for p in range(k):
         inside[p] = 0.0
-    for _ in range(2):  # twice is enough
+    for _ in range(2):  # twice is enough, and once where most of a row, of norm one, is left
         times(Q, outside, w)
         for p in range(k):
             inside[p] += w[p]
             w[p] = -w[p]
         add_rows(w, Q, outside)
+        if k > FEW and dot(outside, outside) > 0.5:
+            break
     w[:] = inside
     solve_triangle(state.R, k, w)
     for p in range(k):
@@ -433,8 +478,14 @@ def release(state: Search, j: int, distance: float) -> None:
 
 
 def hold(state: Search, place: int) -> None:
-    """Remove a row from the free rows, by its place in `order`; rotations make R triangular again."""
-    Q, R, order, k = state.Q, state.R, state.order, state.count[0]
+    """Remove a row from the free rows, by its place in `order`, and move x to the minimum over the others.
+
+    Rotations make R triangular again. They turn the last vector of the basis into the direction in which the
+    other rows let x move, to where the free rows add nothing.
+    """
+    Q, R, order, k, held = state.Q, state.R, state.order, state.count[0], state.lam[state.order[place]]
+    for p in range(k):  # the row in the basis
+        R[p, -1] = R[p, place] if p <= place else 0.0
     state.free[order[place]] = False
     state.count[0] -= 1
     state.count[1] += 1
@@ -448,6 +499,9 @@ def hold(state: Search, place: int) -> None:
         rotate(R[p], R[p + 1], cosine, sine)
         rotate(Q[p], Q[p + 1], cosine, sine)
         R[p + 1, p] = 0.0
+    for p in range(k):
+        R[p, -2] -= held * R[p, -1]
+    move(state, -R[k - 1, -2], Q[k - 1])
 
 
 def judge(state: Search, size: float, found: Any) -> None:

@@ -17,7 +17,8 @@ from gemproj.backends.enumeration import solve_few
 __all__ = ["bind", "combine", "gram", "name", "solve", "solve_few"]
 
 name = "portable"
-_FLOAT64, _NONE = np.dtype(np.float64), np.empty((0, 0))
+# What stands for options that are not given.
+_FLOAT64, _NONE, _USUAL = np.dtype(np.float64), np.empty((0, 0, 0)), (0.0, 0.0, math.inf, 0.0)
 
 
 # NumPy's warnings of overflow are switched off, because stage 2 raises an error that names the row.
@@ -88,11 +89,18 @@ def solve(dual: Dual, run: Any = _plain) -> tuple[np.ndarray, ...]:
     batch, (t, m) = dual.linear.shape[:-1], dual.rows.shape[-2:]
     count = math.prod(batch)
     rows = _float64(dual.rows, (math.prod(dual.rows.shape[:-2]), t, m))
-    given = [_NONE if a is None else _float64(a, (count, t)) for a in dual[4:]]
-    lam = np.empty((count, t))
-    numbers = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count)
-    run(0, count, *dual[:2], rows, _float64(dual.linear, (count, m)), *given, lam, *numbers)
-    return lam.reshape((*batch, t)), *[a.reshape(batch) for a in numbers]
+    lam, numbers, total, options = (
+        np.empty((count, t)),
+        np.empty((2, count), np.int64),
+        np.empty(count),
+        _NONE,
+    )
+    if any(a is not None for a in dual[4:]):
+        options = np.empty((count, 4, t))
+        for k, (a, usual) in enumerate(zip(dual[4:], _USUAL, strict=True)):
+            options[:, k] = usual if a is None else a.reshape((count, t))
+    run(0, count, *dual[:2], rows, _float64(dual.linear, (count, m)), options, lam, numbers, total)
+    return lam.reshape((*batch, t)), *[a.reshape(batch) for a in (*numbers, total)]
 
 
 def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

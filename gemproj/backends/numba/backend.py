@@ -83,7 +83,8 @@ class Numba:
         # With a shared G, whole groups of gradients are read together.
         self.together = -(-max(t, _TOGETHER) // HEIGHT) * HEIGHT if problem.shared else 1
         self.items = -(-self.problems // self.together)
-        self.axes, self.vector, self.readable = dict[int, list[int]](), list(problem.vector), True
+        self.axes: dict[int, list[int]] = {}
+        self.vector, self.readable = list(problem.vector), True
         places, steps = plain_addresses(rows + self.vector), {}
         if places is None:
             steps = {k: self._turn(problem, k) for k, G in enumerate(rows) if not is_row_major(G)}
