@@ -158,3 +158,17 @@ def test_b_of_no_gradient_is_stalled(t):
     assert np.isfinite(sol.multipliers).all()
     assert sol.iterations < 25 * t
     np.testing.assert_allclose(solve_gram(K, b, penalty=3.0).multipliers, 3.0)  # there is always a solution
+
+
+@sources
+@pytest.mark.parametrize("kind", KINDS)
+def test_moving_x_takes_the_pivots_of_computing_it_anew(kind, of_gram, monkeypatch):
+    rng, found = np.random.default_rng(4), []
+    G, g, h, lower = draw(rng, kind, 14, 18, equalities=True)
+    upper, start = drawn_bounds(rng, G, lower)
+    for few in (0, 99):
+        monkeypatch.setattr(_search, "FEW", few)
+        found.append(run_one(portable.solve, of_gram, G, g, h, lower, upper, start))
+    (lam, numbers), (other, expected) = found
+    assert numbers.tolist() == expected.tolist()
+    np.testing.assert_allclose(lam @ G, other @ G, rtol=0, atol=1e-9)
