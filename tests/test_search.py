@@ -162,13 +162,21 @@ def test_b_of_no_gradient_is_stalled(t):
 
 @sources
 @pytest.mark.parametrize("kind", KINDS)
-def test_moving_x_takes_the_pivots_of_computing_it_anew(kind, of_gram, monkeypatch):
-    rng, found = np.random.default_rng(4), []
-    G, g, h, lower = draw(rng, kind, 14, 18, equalities=True)
-    upper, start = drawn_bounds(rng, G, lower)
-    for few in (0, 99):
-        monkeypatch.setattr(_search, "FEW", few)
-        found.append(run_one(portable.solve, of_gram, G, g, h, lower, upper, start))
-    (lam, numbers), (other, expected) = found
-    assert numbers.tolist() == expected.tolist()
-    np.testing.assert_allclose(lam @ G, other @ G, rtol=0, atol=1e-9)
+def test_where_x_moves_to_is_the_minimum_over_the_free_multipliers(kind, of_gram, monkeypatch):
+    move, moves = _search.move, []
+
+    def compared(state, far, q):
+        move(state, far, q)
+        found = state.x.copy(), state.slack.copy(), state.R[: state.count[0], -2].copy()
+        moves.append(state.count[2])
+        _search.minimum(state)
+        for a, b in zip(found, (state.x, state.slack, state.R[: state.count[0], -2]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+
+    monkeypatch.setattr(_search, "move", compared)
+    monkeypatch.setattr(_search, "FEW", 0)
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        G, g, h, lower = draw(rng, kind, 14, 18, equalities=True)
+        run_one(portable.solve, of_gram, G, 9.0 * g, 9.0 * h, lower, *drawn_bounds(rng, G, lower))
+    assert any(moves)
