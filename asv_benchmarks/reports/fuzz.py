@@ -28,7 +28,7 @@ from rich.progress import track
 
 import gemproj
 from asv_benchmarks.reports.tables import markdown, publish
-from gemproj import Exact, backends, combine, gram, project, solve_dual
+from gemproj import Exact, _search, backends, combine, gram, project, solve_dual
 from gemproj._search import GRAM_RESOLVES
 from gemproj._tspace import Dual
 from gemproj.backends import portable
@@ -302,9 +302,11 @@ FAMILIES = {"cones": cones, "right-hand-sides": right_hand_sides, "all-options":
 def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Verdict]:
     """Draw and judge a chunk of problems of each family; return one verdict for each way."""
     rng, verdicts = np.random.default_rng(seed), dict[str, Verdict]()
-    for way, count, error, failures in chain.from_iterable(FAMILIES[name](rng) for name in families):
-        _, n, worst, before = verdicts.get(way, Verdict(way, 0, 0.0, []))
-        verdicts[way] = Verdict(way, n + count, max(worst, error), before + failures)
+    # Run by Python, the search moves x here as it does where many rows are free.
+    with patch.object(_search, "FEW", 0):
+        for way, count, error, failures in chain.from_iterable(FAMILIES[name](rng) for name in families):
+            _, n, worst, before = verdicts.get(way, Verdict(way, 0, 0.0, []))
+            verdicts[way] = Verdict(way, n + count, max(worst, error), before + failures)
     return list(verdicts.values())
 
 
