@@ -184,7 +184,7 @@ def test_the_first_picture_shows_the_recorded_drifts():
 
     records = list(Results(DOCS / "results/keep-chat/runs.jsonl").records.values())
     shown = report.compared(records)
-    assert len({(one["skill"], one["seed"]) for one in shown}) == 6
+    assert len({(one["skill"], one["seed"]) for one in shown}) == 10
     ends = {}
     for one in shown:
         ends.setdefault((one["kind"], one["value"]), []).append(one["held_out"])
