@@ -65,7 +65,7 @@ class Search(NamedTuple):
     upper: Any
     lam: Any  # feasible multipliers
     Q: Any
-    R: Any  # and two more columns: x at the minimum is the target plus R[:, -2] @ Q; R[:, -1] is for `hold`
+    R: Any  # and two more columns: R[:, -2] @ Q is what the free rows add to x; R[:, -1] is the row last held
     order: Any  # the free rows, in the order of their columns in R
     count: Any  # numbers of free rows, of pivots, and of moves of x since it was computed
     free: Any  # mask of the free rows
@@ -104,10 +104,8 @@ def solve(
         Output: the sum of ``|lam_i| |g_i|``, relative to the size of the problem.
     """
     t, of_gram, found, status, pivots = lam.shape[1], resolves > 0.0, np.zeros(3), numbers[0], numbers[1]
-    of_rows = np.zeros((8, t))  # few arrays, because making one takes as long as some pivots of few rows
-    low, high, right, start, norm, idle = (
-        of_rows[0], of_rows[1], of_rows[2], of_rows[3], of_rows[4], of_rows[5]
-    )  # fmt: skip
+    low, high, right = np.zeros(t), np.zeros(t), np.zeros(t)
+    start, norm, idle = np.zeros(t), np.zeros(t), np.zeros(t)
     for p in range(first, last):
         given = rows[p if len(rows) > 1 else 0]
         plain, finite = True, True
@@ -132,10 +130,7 @@ def solve(
             unit, a = from_gram(given, linear[p], norm, right, resolves)
         else:
             unit, a = of_norm_one(given, norm, right), linear[p].copy()
-        n, m = min(unit.shape) + 1, unit.shape[1]
-        of_x, of_basis = np.zeros((2, m)), np.zeros((3, n))
-        moved = of_x[0]  # g + G'margin
-        moved[:] = a
+        moved = a.copy()  # g + G'margin
         for i in range(t):
             if lam[p, i] != 0.0:
                 add(moved, lam[p, i] * norm[i], unit[i])
@@ -155,11 +150,12 @@ def solve(
             low[i], high[i] = low[i] * stretch, high[i] * stretch if high[i] < np.inf else np.inf
             begin = start[i] * stretch if abs(start[i]) < np.inf else 0.0
             lam[p, i] = min(max(begin if abs(begin) < np.inf else 0.0, low[i]), high[i])
-        numbered, masks = np.zeros(n + 3, np.int64), np.zeros((2, t), np.bool_)
+        n, m = min(unit.shape) + 1, unit.shape[1]
         state = Search(
             unit, a, right, low, high, lam[p],
-            np.zeros((n, m)), np.zeros((n, n + 2)), numbered[3:], numbered[:3], masks[0], masks[1],
-            of_x[0], of_rows[6], of_basis[0], of_x[1], of_basis[1], of_basis[2], of_rows[7],
+            np.zeros((n, m)), np.zeros((n, n + 2)), np.zeros(n, np.int64), np.zeros(3, np.int64),
+            np.zeros(t, np.bool_), np.zeros(t, np.bool_),
+            np.zeros(m), np.zeros(t), np.zeros(n), np.zeros(m), np.zeros(n), np.zeros(n), np.zeros(t),
         )  # fmt: skip
         if of_gram:
             search(state, resolves, GRAM_CONTRADICTS * resolves, found)
@@ -331,6 +327,7 @@ def advance(state: Search) -> bool:
             elif reach(lam[i], trial[p], lower[i], upper[i]) <= step:
                 lam[i] = lower[i] if trial[p] <= lower[i] else upper[i]
                 hold(state, p)
+                retreat(state, i)
                 dropped = True
             else:
                 lam[i] = min(max(lam[i] + step * (trial[p] - lam[i]), lower[i]), upper[i])
@@ -376,6 +373,17 @@ def follow(state: Search, j: int, distance: float) -> None:
     for p in range(k + 1):
         R[p, -2] += state.lam[j] * R[p, k]
     move(state, far, state.Q[k])
+
+
+def retreat(state: Search, i: int) -> None:
+    """Move x to the minimum after row i was held: along the vector of the basis that is left over.
+
+    What the row adds to x now was a part of what the free rows added; they add nothing along that vector now.
+    """
+    R, k = state.R, state.count[0]
+    for p in range(k + 1):
+        R[p, -2] -= state.lam[i] * R[p, -1]
+    move(state, -R[k, -2], state.Q[k])
 
 
 def move(state: Search, far: float, q: Any) -> None:
@@ -478,13 +486,12 @@ def release(state: Search, j: int, distance: float) -> None:
 
 
 def hold(state: Search, place: int) -> None:
-    """Remove a row from the free rows, by its place in `order`, and move x to the minimum over the others.
+    """Remove a row from the free rows, by its place in `order`; rotations make R triangular again.
 
-    Rotations make R triangular again. They turn the last vector of the basis into the direction in which the
-    other rows let x move, to where the free rows add nothing.
+    The last vector of the basis is left over, and the last column of R has the row in the whole basis.
     """
-    Q, R, order, k, held = state.Q, state.R, state.order, state.count[0], state.lam[state.order[place]]
-    for p in range(k):  # the row in the basis
+    Q, R, order, k = state.Q, state.R, state.order, state.count[0]
+    for p in range(k):
         R[p, -1] = R[p, place] if p <= place else 0.0
     state.free[order[place]] = False
     state.count[0] -= 1
@@ -499,9 +506,6 @@ def hold(state: Search, place: int) -> None:
         rotate(R[p], R[p + 1], cosine, sine)
         rotate(Q[p], Q[p + 1], cosine, sine)
         R[p + 1, p] = 0.0
-    for p in range(k):
-        R[p, -2] -= held * R[p, -1]
-    move(state, -R[k - 1, -2], Q[k - 1])
 
 
 def judge(state: Search, size: float, found: Any) -> None:

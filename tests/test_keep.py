@@ -121,6 +121,13 @@ def test_losses_are_equal_if_they_were_made_alike(make):
     assert not alike(make(1), make(2))
 
 
+def test_losses_of_others_may_have_a_state_and_stay_those_of_their_sets():
+    losses, keeper = [Scaled([1.0]), Scaled([1.0])], begin()[2]
+    for own in losses:
+        keeper.keep([task(0)], own)
+    assert [kept.promise.loss for kept in keeper.sets.values()] == losses
+
+
 def test_a_method_is_equal_to_that_of_the_same_object():
     one, other = Scaled([1.0]), Scaled([1.0])
     assert alike(one.__call__, one.__call__)

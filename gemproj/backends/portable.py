@@ -89,12 +89,8 @@ def solve(dual: Dual, run: Any = _plain) -> tuple[np.ndarray, ...]:
     batch, (t, m) = dual.linear.shape[:-1], dual.rows.shape[-2:]
     count = math.prod(batch)
     rows = _float64(dual.rows, (math.prod(dual.rows.shape[:-2]), t, m))
-    lam, numbers, total, options = (
-        np.empty((count, t)),
-        np.empty((2, count), np.int64),
-        np.empty(count),
-        _NONE,
-    )
+    lam, numbers, total = np.empty((count, t)), np.empty((2, count), np.int64), np.empty(count)
+    options = _NONE
     if any(a is not None for a in dual[4:]):
         options = np.empty((count, 4, t))
         for k, (a, usual) in enumerate(zip(dual[4:], _USUAL, strict=True)):

@@ -32,12 +32,12 @@ _REFUSED = {
 class KeeperCallback(CallbackBase, Callback):
     """A callback that keeps promises about `data` while a `Trainer` fits something else.
 
-    One call of ``Trainer.fit`` is one task. Parameters that are trainable in a step are projected.
-    Pass the same callback to the Trainer of each task, and call `keep` after each fit. The callback works
-    with automatic and manual optimization, accumulated gradients, mixed precision and
-    DistributedDataParallel, for modules with one optimizer. The gradient is projected before Lightning clips
-    it; with manual optimization call `clip_grad_norm_` of the callback. The numbers of `logs`, such as
-    ``keep/excess``, are logged as often as the trainer logs.
+    One call of ``Trainer.fit`` is one task. Parameters that are trainable in a step are projected. Pass the
+    same callback to the Trainer of each task, and call `keep` after each fit. The callback works with
+    automatic and manual optimization, accumulated gradients, mixed precision and DistributedDataParallel, for
+    modules with one optimizer. The gradient is projected before Lightning clips it; with manual optimization
+    call `clip_grad_norm_` of the callback. The numbers of `logs`, such as ``keep/excess``, are logged as
+    often as the trainer logs.
 
     Checkpoints hold the kept sets, which replace those of `data` when a fit resumes, the history and the warm
     start. Lightning saves only the state of process 0, so all processes then have the examples of process 0.

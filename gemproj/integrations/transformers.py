@@ -56,10 +56,10 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     When training begins, the outputs of the model for `data` are stored; without data, for 256 texts that the
     model writes itself (`gemproj.torch.write_references`; a fifth is held out, and they are cached). Every
     step is then corrected, so that their mean divergence ends near the tolerance of the promise, 0.05 nats by
-    default, or below; on the way it may be above. At an
-    evaluation and at the end, the logs have the divergence on held-out examples, in a forward pass over them,
-    as ``keep/references/held_out`` with ``held_out_low``, ``held_out_high`` and ``bound``; the Trainer's
-    ``metric_for_best_model`` may be one of them, with ``greater_is_better=False``.
+    default, or below; on the way it may be above. At an evaluation and at the end, the logs have the
+    divergence on held-out examples, in a forward pass over them, as ``keep/references/held_out`` with
+    ``held_out_low``, ``held_out_high`` and ``bound``; the Trainer's ``metric_for_best_model`` may be one of
+    them, with ``greater_is_better=False``.
     For tasks one after another, pass the same callback to the trainer of each task, and then
     ``trainer.get_train_dataloader()`` to its `keep`.
 

@@ -22,6 +22,7 @@ from gemproj.torch.data import Collate, read
 from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
 from gemproj.torch.keep import Score, examine, scored, undisturbed, warn_of_adapters
+from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise, as_promise
 from gemproj.torch.rows import Rows, unwrapped
@@ -373,10 +374,11 @@ class KeeperBase:
                 f"forget({name!r}) first."
             )
         check_promise(chosen, self.method, self.on)
-        others = (kept.promise.loss for kept in self.sets.values())
-        same = next((one for one in others if alike(one, chosen.loss)), chosen.loss)
-        if same is not chosen.loss:  # as one object, so that their rows may share a pass
-            chosen = replace(chosen, loss=same)
+        if isinstance(chosen.loss, CrossEntropy | Distillation):  # without state, unlike others
+            losses = (kept.promise.loss for kept in self.sets.values())
+            same = next((loss for loss in losses if alike(loss, chosen.loss)), chosen.loss)
+            if same is not chosen.loss:  # equal losses become one object, so that rows may share a pass
+                chosen = replace(chosen, loss=same)
         return known, chosen
 
 
@@ -415,9 +417,8 @@ class Keeper(KeeperBase):
         such as Muon and AdamW, each part of a step is projected by itself; rows are computed once for all
         that step after the same backward pass, and losses are updated to first order in between.
     promise : Promise, loss or float, optional
-        The promise about sets that are kept without their own; by default about
-        ``model(**batch).loss``. A number is a tolerance, which needs a loss with one number per example; that
-        one has not.
+        The promise about sets that are kept without their own; by default about ``model(**batch).loss``. A
+        number is a tolerance, which needs a loss with one number per example, such as `CrossEntropy`.
     on : {"both", "gradient", "step"}, default "both"
         What is projected: the gradient before the step, as GEM does; the optimizer's step, in Adam's metric
         if it keeps second moments; or both. Only a projected step keeps a promise exactly, to first order,
@@ -547,7 +548,7 @@ def alike(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, Tensor):
-        return torch.equal(one, other)
+        return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
     if isinstance(one, types.FunctionType):  # one that is made again is another object
         made = ("__code__", "__closure__", "__defaults__", "__kwdefaults__")
         one, other = ([getattr(function, name) for name in made] for function in (one, other))
