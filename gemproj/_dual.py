@@ -139,7 +139,7 @@ def solve_gram(
     gg : array, shape (...), optional
         Squared norm of g, to which measures of error are relative. The default is its lower bound
         ``max(b_i^2 / K_ii)``, which also replaces a smaller value. Without a margin, the measures are then
-        never smaller than for the true norm, but for `error_bound` of nearly dependent rows in float32.
+        never smaller than for the true norm, but for `error_bound` of nearly dependent rows.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 

@@ -253,7 +253,7 @@ def check_out(out: Blocks, G: Blocks, problem: Problem) -> list[Array]:
             )
         elif may_overlap(o):
             wrong = "has entries that share memory, or strides that allow it; pass a contiguous array"
-        elif isinstance(o, np.ndarray) and not o.flags.writeable:
+        elif isinstance(o, np.ndarray | np.generic) and not o.flags.writeable:
             wrong = "is read-only; pass an array that can be written"
         elif device_of(o) != problem.device:
             wrong = f"is on device {device_of(o)} but g is on {problem.device}"

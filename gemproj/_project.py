@@ -49,8 +49,8 @@ def project(
     method, h, margin, penalty, equality, metric, warm_start
         As in `solve_dual`.
     out : array or blocks, like `g`, optional
-        Arrays for x; ``out=g`` projects in place and allocates nothing of size d. `out` must not share
-        memory with G. It may share memory with g only if it is g.
+        Arrays for x; ``out=g`` projects in place and, if G and g are contiguous, allocates nothing of size d.
+        `out` must not share memory with G. It may share memory with g only if it is g.
 
     Returns
     -------

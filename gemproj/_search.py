@@ -30,6 +30,7 @@ import numpy as np
 
 from gemproj._constants import EPS
 
+# The function that Python calls, and which makes all arrays.
 ENTRIES = ("solve",)
 
 # Rounding error of a slack, in units of 1 + |lam_held|_1, for rows of norm one and a problem of size one.
@@ -76,7 +77,7 @@ class Search(NamedTuple):
     outside: Any  # of a row: the component orthogonal to the free rows,
     inside: Any  # its coefficients in the basis Q,
     weights: Any  # and its weights in the free rows
-    shift: Any  # the products of the rows with a step of x
+    shift: Any  # the products of the rows with a step of x, or with a vector of Q
 
 
 def solve(
@@ -127,9 +128,12 @@ def solve(
         if plain:  # g violates no constraint
             continue
         if of_gram:
-            unit, a = from_gram(given, linear[p], norm, right, resolves)
+            unit, a, apart = np.zeros((t, t)), np.zeros(t), np.zeros(t)
+            rank = from_gram(given, linear[p], norm, right, resolves, unit, a, apart)
+            unit, a = unit[:, :rank].copy(), a[:rank].copy()
         else:
-            unit, a = of_norm_one(given, norm, right), linear[p].copy()
+            unit, a = np.zeros(given.shape), linear[p].copy()
+            of_norm_one(given, norm, right, unit)
         moved = a.copy()  # g + G'margin
         for i in range(t):
             if lam[p, i] != 0.0:
@@ -178,14 +182,14 @@ def solve(
                     status[p] = STALLED
 
 
-def from_gram(K: Any, b: Any, norm: Any, right: Any, resolves: float) -> tuple[Any, Any]:
-    """Return coordinates of rows of norm one and of g from K and b; `right` becomes their right-hand side.
+def from_gram(K: Any, b: Any, norm: Any, right: Any, resolves: float, V: Any, a: Any, apart: Any) -> int:
+    """Write coordinates of rows of norm one and of g, from K and b; `right` becomes their right-hand side.
 
-    V is a Cholesky factor of the cosines, pivoted and cut off where the squared distance of every row left is
-    rounding. What is left of b beyond ``V a`` moves to the right-hand side, because only ``b - h`` matters.
+    Return their number. V is a Cholesky factor of the cosines, pivoted and cut off where the squared distance
+    of every row left, in `apart`, is rounding. What is left of b beyond ``V a`` moves to the right-hand side,
+    because only ``b - h`` matters.
     """
-    t = len(norm)
-    V, a, apart, rank = np.zeros((t, t)), np.zeros(t), np.zeros(t), 0
+    t, rank = len(norm), 0
     for i in range(t):
         apart[i] = 1.0 if norm[i] > 0.0 else 0.0
     while rank < t:
@@ -206,23 +210,19 @@ def from_gram(K: Any, b: Any, norm: Any, right: Any, resolves: float) -> tuple[A
                 apart[i] = max(apart[i] - V[i, rank] * V[i, rank], 0.0)
         a[rank] = (b[j] / norm[j] - dot(V[j, :rank], a[:rank])) / pivot
         rank += 1
-    if rank < t:
-        V, a = V[:, :rank].copy(), a[:rank].copy()
     for i in range(t):
         right[i] = (right[i] - b[i]) / norm[i] + dot(V[i], a) if norm[i] > 0.0 else 0.0
-    return V, a
+    return rank
 
 
-def of_norm_one(rows: Any, norm: Any, right: Any) -> Any:
-    """Return rows scaled to norm one, with `right` scaled alike; rows of norm zero stay zero."""
-    V = np.zeros(rows.shape)
+def of_norm_one(rows: Any, norm: Any, right: Any, V: Any) -> None:
+    """Write rows scaled to norm one to V, which is zero, with `right` scaled alike."""
     for i in range(len(norm)):
         if norm[i] > 0.0:
             add(V[i], 1.0 / norm[i], rows[i])
             right[i] /= norm[i]
         else:
             right[i] = 0.0
-    return V
 
 
 def search(state: Search, resolves: float, contradicts: float, found: Any) -> None:
@@ -285,7 +285,7 @@ def release_all(state: Search, resolves: float) -> None:
     rows this selects rows at large angles, which keeps multipliers small. Multipliers of dependent rows start
     at zero.
     """
-    V, lam, apart, along = state.V, state.lam, state.slack, np.zeros(len(state.lam))
+    V, lam, apart, along = state.V, state.lam, state.slack, state.shift
     for i in range(len(lam)):  # squared distances, with 4 added for equalities; negative for other rows
         apart[i] = -1.0
         if state.lower[i] < lam[i] and lam[i] < state.upper[i]:
@@ -314,7 +314,7 @@ def advance(state: Search) -> bool:
     """Move to the minimum over the free multipliers; return whether a row met a bound and is now held."""
     lam, trial, lower, upper, dropped = state.lam, state.trial, state.lower, state.upper, False
     while True:  # each pass holds a row, or is the last
-        trial[:] = state.R[:, -2]
+        assign(trial, state.R[:, -2])
         solve_triangle(state.R, state.count[0], trial)
         step = np.inf
         for p in range(state.count[0]):
@@ -343,7 +343,7 @@ def minimum(state: Search) -> None:
     """
     V, lam, x, y, missed, k = state.V, state.lam, state.x, state.inside, state.weights, state.count[0]
     Q, R = state.Q[:k], state.R
-    x[:] = state.a
+    assign(x, state.a)
     for i in range(len(lam)):
         if not state.free[i] and lam[i] != 0.0:
             add(x, lam[i], V[i])
@@ -455,7 +455,7 @@ def from_span(state: Search, v: Any) -> tuple[float, float]:
     """
     outside, inside, w, k, weight = state.outside, state.inside, state.weights, state.count[0], 1.0
     Q = state.Q[:k]
-    outside[:] = v
+    assign(outside, v)
     for p in range(k):
         inside[p] = 0.0
     for _ in range(2):  # twice is enough, and once where most of a row, of norm one, is left
@@ -466,7 +466,7 @@ def from_span(state: Search, v: Any) -> tuple[float, float]:
         add_rows(w, Q, outside)
         if k > FEW and dot(outside, outside) > 0.5:
             break
-    w[:] = inside
+    assign(w, inside)
     solve_triangle(state.R, k, w)
     for p in range(k):
         weight += abs(w[p])
@@ -519,7 +519,7 @@ def judge(state: Search, size: float, found: Any) -> None:
         if wrong > -NEAR_ZERO * size:
             nearest = min(nearest, from_span(state, state.V[i])[0])
     total = 0.0
-    outside[:] = state.a
+    assign(outside, state.a)
     for i in range(len(lam)):
         if lam[i] != 0.0:
             add(outside, lam[i], state.V[i])
@@ -562,6 +562,11 @@ def solve_transposed(R: Any, k: int, y: Any) -> None:
 def dot(u: Any, v: Any) -> float:
     """Return the inner product of two vectors."""
     return float(u @ v)
+
+
+def assign(to: Any, v: Any) -> None:
+    """Write a vector to the beginning of another."""
+    to[: len(v)] = v
 
 
 def add(to: Any, factor: float, v: Any) -> None:

@@ -15,6 +15,7 @@ G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
 OTHER, READ_ONLY = np.empty(5), np.empty(5)
 READ_ONLY.setflags(write=False)
+SCALARS = np.ones(3)  # whose entries are no arrays
 
 MASKED = np.ma.masked_array(np.ones(3), [False, True, False])
 with torch.inference_mode():
@@ -80,6 +81,7 @@ WRONG_VALUES = [
     (lambda: project(G, g, metric=np.full(5, np.inf)), "metric must be positive and finite"),
     (lambda: project([G, G], [g, g], out=[g, g[:2]]), r"out\[1\] must have the shape"),
     (lambda: project(G, g, out=READ_ONLY), "out is read-only"),
+    (lambda: project([G, SCALARS], [g, SCALARS[0]], out=[g + 0.0, SCALARS[0]]), r"out\[1\] is read-only"),
     (lambda: project([G, G], [g, g], out=[OTHER, OTHER]), "out has one array for several blocks"),
     (lambda: project(G, g, metric=np.full(5, 1e-320)), r"G / sqrt\(metric\) is not finite: rows 0, 1, 2"),
     (lambda: project(*TENSORS, out=META), "out is on device meta but g is on cpu"),

@@ -231,6 +231,8 @@ def test_error_bound_where_bounds_leave_no_choice(most):
     sol = solve_dual(np.eye(2), np.ones(2), margin=np.array([most[0], 0.0]), penalty=np.array(most))
     other = replace(sol, multipliers=np.array([5.0, 0.0]))
     assert 5.0 - most[0] <= other.error_bound() * other.size() < 5.001
+    with np.errstate(over="ignore"):
+        assert replace(sol, multipliers=np.array([1e300, 0.0])).error_bound() == np.inf
 
 
 @pytest.mark.parametrize("method", ["exact", "pgd", "agem", lambda K, b, start: b * 0.0])

@@ -229,6 +229,7 @@ NO_END = r"no length, and no end after 5 batches. Pass limit=, or .*itertools.is
         (DataLoader([{"image": object()}], collate_fn=padded), None, TypeError, "Convert it in the data set"),
         ((), None, ValueError, "no example.*read only once"),
         (DataLoader(Endless(), batch_size=None), None, ValueError, NO_END),
+        (Endless(), None, TypeError, r"found Endless, whose .*\(data, batch_size=n\) .* batch_size=None"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_is_told_what_to_do(data, collate, error, text, monkeypatch):
@@ -315,14 +316,16 @@ def test_of_a_data_set_only_the_chosen_examples_are_read():
     assert list(map(float, fewer.examples)) == [0.0, 1.0, 2.0]
 
 
-class Longer(Endless):
+class Longer:
     """A stream whose length is wrong."""
+
+    __iter__ = Endless.__iter__
 
     def __len__(self):
         return 2
 
 
-@pytest.mark.parametrize("stream", [lambda: itertools.repeat((X, Y)), Endless, Longer])
+@pytest.mark.parametrize("stream", [lambda: itertools.repeat((X, Y)), lambda: iter(Endless()), Longer])
 def test_a_stream_without_an_end_ends_with_a_limit_and_says_so(stream, monkeypatch):
     monkeypatch.setattr(reading, "_MOST_FOR_ONE", 10)
     kept = keep(stream(), mean_loss, perceptron(), limit=7)

@@ -261,6 +261,14 @@ def looked_at(model, batch):
     return EACH(model, batch) * (1 + float(batch["x"].mean()))
 
 
+class Twice(nn.Bilinear):
+    def __init__(self):
+        super().__init__(6, 6, 3)
+
+    def forward(self, x):
+        return super().forward(x, x)
+
+
 def adversarial(model, batch):
     x = batch["x"].detach().requires_grad_()
     (direction,) = torch.autograd.grad(EACH(model, batch | {"x": x}).sum(), x)
@@ -274,6 +282,7 @@ def test_what_needs_a_pass_for_each_row(monkeypatch):
         (mlp(), vectors(6), looked_at, "differ"),
         (mlp(), vectors(6), adversarial, "differ"),
         (*half, looked_at, "differ"),
+        (Twice().double(), vectors(6), EACH, "performance drop"),  # torch would take the rows one by one
     ):
         way, found = compared(model, sets, function, 0.0)
         assert way is None

@@ -534,9 +534,20 @@ def test_a_set_that_grows_keeps_its_line():
     model, optimizer, keeper = begin(EACH)
     for k in range(2):
         promise = Promise(CrossEntropy(lambda m, b: m(b[0]), labels=1), tolerance=0.05)
-        keeper.keep([task(k)], promise, name="past")
+        keeper.keep([task(k)], promise, name=torch.tensor(7))  # as from labels.unique()
         take(model, optimizer, rival(task(1)))
-    assert keeper.report()["past"].steps == 2
+    assert keeper.report()[7].steps == 2
+
+
+def test_small_losses_are_judged_by_their_tolerance():
+    model, optimizer, keeper = begin(
+        lambda *given: 1e-9 * EACH(*given), [task(1)], tolerance=1e-10, project=False
+    )
+    assert keeper.report().kept
+    unlearn(model, optimizer, task(1), 20)
+    line = keeper.report()[0]
+    assert line.now > line.bound
+    assert (line.broke > 0.0, line.kept) == (True, False)
 
 
 def test_an_equality_is_broken_by_a_loss_that_falls():

@@ -506,6 +506,7 @@ def test_a_tolerance_alone_takes_the_rest_of_the_usual_promise():
         (torch.bfloat16, 0.01, 0.0101, 0.0, 1.0, 1e-4),  # an excess below the rounding of bfloat16 is one
         (torch.bfloat16, 0.01, 0.01 + 1e-8, 0.0, 1.0, 0.0),
         (torch.bfloat16, 0.005, 0.02, 0.0, 0.1, 0.015),  # also of a row much shorter than the gradient
+        (torch.float32, 1e-9, 3e-9, 0.0, 1.0, 2e-9),  # losses may be small
         (torch.float32, 0.05, 0.04, 0.03, 1.0, 0.02),  # a modelled loss counts as larger by its error
     ],
 )

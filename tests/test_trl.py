@@ -99,9 +99,10 @@ def test_a_script_of_the_documentation_keeps_a_promise(promise, name, tmp_path):
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 ROWS = {
-    "text": {"prompt": "the cat", "completion": " sat on<end>"},
+    "text": {"prompt": "the cat", "completion": " sat on"},
+    "one text": {"text": "the cat sat"},
     "merged at the border": {"prompt": "the ca", "completion": "t sat<end>"},
-    "empty": {"prompt": "", "completion": "the cat<end>"},
+    "empty": {"prompt": "", "completion": "the cat"},
     "conversation": {"prompt": TALK[:1], "completion": TALK[1:]},
     "tools": {"messages": TALK, "tools": json.dumps([TOOL]), "chat_template_kwargs": {"thinks": True}},
     "masks": {"input_ids": [2, 3, 4, 5], "completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 0]},
@@ -145,7 +146,7 @@ def test_tools_are_for_templates(tmp_path):
     made, _ = Examples(language_model(), tokenizer(WORDS), SFTConfig(str(tmp_path), **QUIET), None).of(
         [{"text": "the cat", "tools": "which no template reads"}]
     )
-    assert len(made[0][TEXT]["input_ids"]) == 2
+    assert len(made[0][TEXT]["input_ids"]) == 3  # and the end
 
 
 def words(start, n):

@@ -58,6 +58,8 @@ class Examples:
         self.labelled = getattr(model, "can_generate", bool)()
         self.encodes = self.labelled and getattr(model.config, "is_encoder_decoder", False)
         self.answers = getattr(args, "completion_only_loss", True)  # of TRL; None is for texts only
+        # Strings to which TRL adds the token that ends a text: a model must not forget where to stop.
+        self.ends = {"completion", "chosen", *([field, ""] * hasattr(args, "dataset_text_field"))}
         self.cut = False  # whether a text was longer
         takes = {*inspect.signature(base_of(model).forward).parameters}
         labels = {"label", "label_ids", "labels", *(args.label_names or ())}
@@ -132,6 +134,14 @@ class Examples:
         if len(talk) > 1 and talk[-1].get("role") == "assistant":
             said = [talk[:-1], talk[-1:]]  # the last answer is the completion
         whole, start = self.ids(reduce(add, said), options), 0
+        end, ends = getattr(self.tokenizer, "eos_token_id", None), ["", *parts][-1] in self.ends
+        if (
+            ends
+            and isinstance(said[-1], str)
+            and 0 < len(whole) < self.longest
+            and end not in (None, whole[-1])
+        ):
+            whole.append(end)
         if len(said) > 1 and self.labelled and self.answers is not False:
             prompt = self.ids(said[0], options | {"add_generation_prompt": True})
             # A tokenizer may merge the end of the prompt with the answer.

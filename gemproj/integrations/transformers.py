@@ -97,7 +97,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
     """
 
     _usual = Promise(Distillation())
-    _remedy = "Pass KeeperCallback(texts): this model does not write texts."
+    _remedy = "Pass data to KeeperCallback, for scores with a loss of them: this model does not write texts."
     _collate: Examples | None  # since the first training began
 
     def __init__(
@@ -298,7 +298,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
             return found
         raise ValueError(
             f"Training resumes at step {step}, but the state of the keeper at that step is not in {folder}. "
-            "If the checkpoint was made without a keeper, begin a training from its model instead: "
+            "If it was made without a keeper, or with save_only_model, begin a training from its model: "
             "Model.from_pretrained(checkpoint), and train() without resume_from_checkpoint."
         )
 

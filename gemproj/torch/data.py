@@ -186,6 +186,11 @@ def _check(data: Any, collate: Any) -> None:
         raise TypeError(f"{wanted}; found {name}, which has several sets. Pass one of them: data['train'].")
     if one or isinstance(data, Tensor | Mapping):
         raise TypeError(f"{wanted}; found one batch, of type {name}. Pass [batch].")
+    if isinstance(data, IterableDataset) and collate is None and not is_kind(data, STREAM):
+        raise TypeError(
+            f"{wanted}; found {name}, whose elements may be examples or batches. Pass "
+            "DataLoader(data, batch_size=n) if they are examples, and batch_size=None if they are batches."
+        )
     if isinstance(data, list) and collate is None and any(type(one) is str for one in data[:1]):
         raise TypeError(f"{wanted}; found a list of texts. Pass collate=, which makes a batch of some texts.")
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):

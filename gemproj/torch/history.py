@@ -18,7 +18,7 @@ from gemproj._solution import DualSolution, Unread
 from gemproj._tspace import Gram
 from gemproj.torch.keep import Score
 from gemproj.torch.memory import KeptSet
-from gemproj.torch.promise import Promise
+from gemproj.torch.promise import Promise, unit_of
 
 # Maximum number of points of a plot. When it is reached, one is left in twice as many steps.
 _MOST_POINTS = 1000
@@ -46,6 +46,8 @@ class Projection:
     excess : Tensor or None
         Excess of each loss over its bound at the beginning of the step, shape (t,), float64; NaN for a
         promise without a tolerance. None if no promise has a tolerance.
+    unit : array, shape (t,)
+        The size of the losses for their rounding: 1, or less with a very small tolerance.
     square, products, norms : Tensor
         Squared norm of the applied step, measured on the parameters, its products with the rows, and the
         norms of the rows.
@@ -61,6 +63,7 @@ class Projection:
     losses: Tensor
     stored: Tensor
     excess: Tensor | None
+    unit: Any
     square: Tensor
     products: Tensor
     norms: Tensor
@@ -305,11 +308,11 @@ class History:
             np.stack([to_numpy(getattr(step, name)) for step in pending]) for name in ("cosines", "losses")
         )
         noise = np.array([float(step.noise) for step in pending])[:, None]
-        excess = np.full_like(losses, math.nan)
+        excess, unit = np.full_like(losses, math.nan), np.array(1.0)
         if pending[0].excess is not None:
-            excess = np.stack([to_numpy(step.excess) for step in pending])
+            excess, unit = np.stack([to_numpy(step.excess) for step in pending]), to_numpy(pending[0].unit)
         raised = np.where(sol.lower < 0.0, np.abs(cosines), -cosines)  # of an equality, moved
-        fine = np.where(np.isnan(excess), raised <= noise, excess <= _LOSSES * (1.0 + np.abs(losses)))
+        fine = np.where(np.isnan(excess), raised <= noise, excess <= _LOSSES * (unit + np.abs(losses)))
         since = self._since
         since["steps"] += len(pending)
         since["keep/violations"] += float(violated.sum())
@@ -448,7 +451,7 @@ def _judge(line: Line, promise: Promise, score: Score) -> None:
     # A tolerance is that of the mean, and examples that are not held out are no sample of others.
     if allowed is not None or not line.held or score.n < _FEW:
         low = high = score.mean
-    slack = _LOSSES * (1.0 + abs(most)) + _UNCOUNTED * (allowed or 0.0)
+    slack = _LOSSES * (unit_of(allowed) + abs(most)) + _UNCOUNTED * (allowed or 0.0)
     # False for NaN.
     line.kept = low <= most + slack and (not promise.equal or high >= most - slack)
 

@@ -1,12 +1,12 @@
 """Several rows of G from one forward and backward pass; an optimisation that may say no.
 
-Rows of one loss with equal numbers of examples can share a pass. Two ways are tried: layer by layer, if the
-loss of an example does not depend on the others, as in language models; and ``torch.func.vmap``, which
-computes each row by itself. Two rows of a first pass are compared with rows of their own.
+Rows of one loss with equal numbers of examples can share a pass: layer by layer, if examples do not depend on
+each other, as in language models, or by ``torch.func.vmap``. Two are compared with rows of their own.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ _CPU_PASS, _CPU_ROW = 2**25, 2**22
 # Maximum difference between two computations of a row in half precision, relative to its norm. Products of
 # float32 numbers on a GPU may have ten bits, too.
 _MOST_APART = 0.03
-
 
 # What a way returns: the largest relative error of its products, indices of parameters on which rows depend,
 # the losses of the rows, and those of their examples.
@@ -82,8 +81,7 @@ class SharedPasses:
 def _kind(draw: Draw) -> Hashable:
     """Return what rows of a pass have in common: loss, collation and number of examples."""
     # Torch's collate function would leave out what the first example lacks.
-    made = draw.kept.collate
-    alike = kind_of(draw.kept.examples[0]) if made is default_collate else id(made)
+    alike = kind_of(draw.kept.examples[0]) if draw.kept.collate is default_collate else id(draw.kept.collate)
     return id(draw.kept.promise.loss), alike, draw.kept.listed, len(draw.at)
 
 
@@ -115,7 +113,9 @@ def _planned(G: Any, model: nn.Module, draws: list[Draw], alone: Any, most: int)
         try:
             if used > of_row or plan.rows < 2:
                 raise ValueError(f"a row has {n} examples, {used / 2**20:.3g} MiB: no two share a pass")
-            _share(G, model, tried, plan)
+            with warnings.catch_warnings():  # of an operation that vmap takes one by one
+                warnings.filterwarnings("error", "There is a performance drop")
+                _share(G, model, tried, plan)
             for k in (k for k in own if k <= tried[-1].k):
                 kind = torch.promote_types(own[k].dtype, torch.float32)
                 size, apart = (float(a.norm(dtype=kind)) for a in (own[k], G.buffer[k] - own[k]))

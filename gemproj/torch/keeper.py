@@ -114,7 +114,7 @@ class KeeperBase:
 
         Parameters
         ----------
-        data : DataLoader, Dataset or iterable of batches
+        data : DataLoader, Dataset with a length, or iterable of batches
             Read to the end, and all of it is kept, example by example. Batches of tensors are divided, and
             made again by torch's `default_collate`, with lists in place of tuples. Examples may differ in
             length if a collate function pads them.
@@ -141,7 +141,7 @@ class KeeperBase:
             names the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
         _refuse_options("keep", misplaced)
-        name = name.item() if isinstance(name, np.generic) else name  # which a state could not hold
+        name = name.item() if isinstance(name, np.generic | Tensor) else name  # a tensor equals no other
         vector = None if self._training is None else self._training.vector()
         facts = {"name of the set": name, "share to hold out": hold_out}
         with nullcontext() if vector is None else vector.topology.meeting("keep()", facts):

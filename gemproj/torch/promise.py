@@ -219,6 +219,14 @@ def explain(error: Exception, batch: Batch) -> None:
         )
 
 
-def rounding_of(losses: Any, dtype: torch.dtype) -> Any:
-    """Return differences between computations of the same losses, which are summed in float32 at least."""
-    return 4.0 * min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * (1.0 + abs(losses))
+def rounding_of(losses: Any, dtype: torch.dtype, unit: Any = 1.0) -> Any:
+    """Return differences between computations of the same losses, which are summed in float32 at least.
+
+    `unit` is the size of the numbers that are summed, see `unit_of`.
+    """
+    return 4.0 * min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * (unit + abs(losses))
+
+
+def unit_of(tolerance: float | None) -> float:
+    """Return the size of losses for their rounding: 1, but less if their tolerance is below a thousandth."""
+    return min(1e3 * (tolerance or 1.0), 1.0)

@@ -42,7 +42,7 @@ from gemproj._tspace import Gram
 from gemproj._warn import warn
 from gemproj.methods import GEM2017, AnyMethod, as_method
 from gemproj.torch.data import is_kind
-from gemproj.torch.promise import Promise, rounding_of
+from gemproj.torch.promise import Promise, rounding_of, unit_of
 from gemproj.torch.rows import Rows
 from gemproj.torch.vector import ParameterVector, local, mesh_of
 
@@ -79,6 +79,7 @@ class Terms:
     tolerance: Any = None
     repair: Any = None
     compared: Any = None
+    unit: Any = None  # the size of losses for their rounding, see `unit_of`
 
     @classmethod
     def of(cls, promises: Sequence[Promise], device: torch.device) -> Terms:
@@ -97,6 +98,7 @@ class Terms:
             array([p.allowed for p in promises], math.nan),
             array([p.repair for p in promises], 1.0),
             array([(not p.equal and hasattr(p.loss, "outputs")) or None for p in promises], False),
+            array([unit_of(p.allowed) for p in promises], 1.0),
         )
 
     def excess(self, rows: Rows) -> Tensor | None:
@@ -121,7 +123,7 @@ class Terms:
             excess, losses = to_numpy(excess), to_numpy(losses)
         eps, none = torch.finfo(rows.vector.dtype).eps, xp.isnan(self.tolerance)
         noise = rounding_of(losses, rows.vector.dtype)
-        none = none | ((excess > 0.0) & (excess <= noise))
+        none = none | ((excess > 0.0) & (excess <= rounding_of(losses, rows.vector.dtype, self.unit)))
         excess = xp.where(none, xp.zeros_like(excess), excess)
         norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
         # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum of a

@@ -286,6 +286,7 @@ class Training:
             losses=rows.losses,
             stored=rows.stored,
             excess=self.terms.excess(rows),
+            unit=self.terms.unit,
             square=square,
             products=products,
             norms=rows.norms,

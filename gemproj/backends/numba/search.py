@@ -21,6 +21,11 @@ def _dot(u: Any, v: Any) -> float:
     return total
 
 
+def _assign(to: Any, v: Any) -> None:
+    for i in range(v.size):
+        to[i] = v[i]
+
+
 def _add(to: Any, factor: float, v: Any) -> None:
     for i in range(v.size):
         to[i] += factor * v[i]
@@ -46,7 +51,7 @@ def _rotate(u: Any, v: Any, cosine: float, sine: float) -> None:
         u[i], v[i] = cosine * u[i] + sine * v[i], cosine * v[i] - sine * u[i]
 
 
-_LOOPS = {"dot": _dot, "add": _add, "times": _times, "add_rows": _add_rows}
+_LOOPS = {"dot": _dot, "assign": _assign, "add": _add, "times": _times, "add_rows": _add_rows}
 _solve = compile_module(_search, {**_LOOPS, "rotate": _rotate}).solve
 
 
