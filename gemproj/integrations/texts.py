@@ -134,13 +134,9 @@ class Examples:
         if len(talk) > 1 and talk[-1].get("role") == "assistant":
             said = [talk[:-1], talk[-1:]]  # the last answer is the completion
         whole, start = self.ids(reduce(add, said), options), 0
-        end, ends = getattr(self.tokenizer, "eos_token_id", None), ["", *parts][-1] in self.ends
-        if (
-            ends
-            and isinstance(said[-1], str)
-            and 0 < len(whole) < self.longest
-            and end not in (None, whole[-1])
-        ):
+        ends = isinstance(said[-1], str) and ["", *parts][-1] in self.ends
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        if ends and 0 < len(whole) < self.longest and end not in (None, whole[-1]):
             whole.append(end)
         if len(said) > 1 and self.labelled and self.answers is not False:
             prompt = self.ids(said[0], options | {"add_generation_prompt": True})
