@@ -118,7 +118,7 @@ def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
     tensors = [a for a in arrays if type(a) not in _SCALARS]
     if len(tensors) > 2 or type(G) is not Tensor or type(g) is not Tensor:
         tensors = [b for a in tensors for b in blocks_of(a) if isinstance(b, Tensor)]
-    if not _have_values(torch, tensors) and any(_lacks_values(torch, a) for a in tensors):
+    if any(_lacks_values(torch, a) for a in tensors):
         return "transformed"
     if torch.jit.is_tracing():
         return "traced" if exact else "recorded"
@@ -131,15 +131,6 @@ def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
     unpack = torch.autograd.forward_ad.unpack_dual
     forward = unpack(smooth[0]).primal is not smooth[0]
     return "recorded" if forward and any(unpack(a).tangent is not None for a in smooth) else ""
-
-
-def _have_values(torch: Any, tensors: list[Any]) -> bool:
-    """Return whether tensors are known to have memory, which is quick to find out for hundreds of them."""
-    try:
-        known = {*map(type, tensors)} <= {torch.Tensor, torch.nn.Parameter}
-        return known and all(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # a tensor that `torch.func` has wrapped
-        return False
 
 
 def _lacks_values(torch: Any, a: Any) -> bool:
