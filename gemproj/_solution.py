@@ -254,14 +254,9 @@ class DualSolution:
         return self._numpy
 
     def _moved(self, move: Callable[[Array], Array]) -> DualSolution:
-        def one(a: Any) -> Any:
-            return a if a is None else move(a)
-
-        def moved(a: Any) -> Any:  # a function that called itself would keep the problem in memory
-            return type(a)(*map(one, a)) if isinstance(a, tuple) else one(a)
-
-        names = "multipliers", "gram", "bounds", "iterations", "status"
-        return replace(self, **{name: moved(getattr(self, name)) for name in names})
+        bounds = Bounds(*(a if a is None else move(a) for a in self.bounds))
+        others = {name: move(getattr(self, name)) for name in ("multipliers", "iterations", "status")}
+        return replace(self, gram=Gram(*map(move, self.gram)), bounds=bounds, **others)
 
     def _judged(self) -> DualSolution:
         """Return this solution with the status STALLED where it misses the optimality conditions."""
