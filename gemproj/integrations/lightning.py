@@ -180,21 +180,14 @@ class KeeperCallback(CallbackBase, Callback):
             # Hooks of the module or its data module may change their input in place.
             given = precision.convert_input(batch)
             batch = map_nested(lambda a: a.clone() if isinstance(a, torch.Tensor) else a, given)
-            with _validating(self._trainer):
+            stage = self._trainer.state.stage
+            self._trainer.validating = True  # what hooks draw at random in training fits no stored output
+            try:
                 batch = learner._on_before_batch_transfer(batch, 0)
                 batch = learner._apply_batch_transfer_handler(batch, device, 0)
+            finally:
+                self._trainer.state.stage = stage
             return function(module, batch, *outputs)
-
-
-@contextmanager
-def _validating(trainer: Any) -> Iterator[None]:
-    """Have hooks do what they do in validation: what they draw at random fits no stored output."""
-    stage = trainer.state.stage
-    trainer.validating = True
-    try:
-        yield
-    finally:
-        trainer.state.stage = stage
 
 
 @contextmanager
