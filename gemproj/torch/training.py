@@ -161,7 +161,9 @@ class Training:
         if not same:
             self._renew()
         if self.begun == 0:
-            self._begin()
+            check_alone(self.rows.vector.topology)  # processes may have been set up later
+            if not keeper.sets and not keeper._given:
+                warn(f"0 sets kept: this run protects nothing. {keeper._remedy}")
         if self.begun in keeper._soon and keeper.project:
             self._tell_rate()
         self.begun += 1
@@ -235,13 +237,6 @@ class Training:
         facts["names of sets"] = list(keeper.sets)
         facts["promises"] = [kept.promise.numbers() for kept in sets]
         return facts | self.rows.vector.signature()
-
-    def _begin(self) -> None:
-        """Say what a training that begins does not protect; raise if its processes were set up later."""
-        keeper = self.keeper
-        check_alone(self.rows.vector.topology)
-        if not keeper.sets and not keeper._given:
-            warn(f"0 sets kept: this run protects nothing. {keeper._remedy}")
 
     def active(self) -> dict[Hashable, KeptSet]:
         """Return the sets whose losses can move now, by name: not those of other adapters."""
