@@ -44,7 +44,6 @@ class ParameterVector:
         self.device, self.dtype = shards[0].device, shards[0].dtype
         for p in shards:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
-        self._one_device = all(p.device == self.device for p in shards)
         self.sizes, self.shapes = [p.numel() for p in shards], [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
         self.d = self._starts[-1]  # number of local entries
@@ -132,9 +131,8 @@ class ParameterVector:
 
         Return the indices of the others.
         """
-        found = {j: gradient for j, gradient in enumerate(gradients) if gradient is not None}
-        if not self._are_plain(gradients):
-            found = {j: local(self.placed(j, g)).to(self.device) for j, g in found.items()}
+        given = {j: gradient for j, gradient in enumerate(gradients) if gradient is not None}
+        found = {j: local(self.placed(j, gradient)).to(self.device) for j, gradient in given.items()}
         if found:
             write = torch._foreach_add_ if add else torch._foreach_copy_
             write([parts[j] for j in found], [*found.values()])
@@ -142,11 +140,6 @@ class ParameterVector:
             if j not in found:
                 parts[j].zero_()
         return [*found]
-
-    def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Return whether all of these gradients are dense, placed as the parameters and on one device."""
-        layouts = {torch.strided if g is None else g.layout for g in gradients}
-        return self._one_device and not self.topology.collective and layouts == {torch.strided}
 
     def placed(self, j: int, gradient: Any) -> Tensor:
         """Return a dense gradient of parameter j with the placements of the parameter."""
@@ -162,12 +155,10 @@ class ParameterVector:
 
     def read_gradient(self) -> Tensor:
         """Copy the ``.grad`` of all parameters to `scratch` and return it; missing gradients are zero."""
-        gradients = [p.grad for p in self.parameters]
-        if not self._are_plain(gradients):
-            gradients = [None if g is None else self.placed(j, g) for j, g in enumerate(gradients)]
-            for p, gradient in zip(self.parameters, gradients, strict=True):
-                p.grad = gradient
-        self.gather(gradients, self.scratch.parts)
+        for j, p in enumerate(self.parameters):
+            if p.grad is not None and (placed := self.placed(j, p.grad)) is not p.grad:
+                p.grad = placed
+        self.gather([p.grad for p in self.parameters], self.scratch.parts)
         return self.scratch.whole
 
     def write_gradient(self, reached: Sequence[bool]) -> None:
