@@ -10,7 +10,7 @@ import numpy as np
 from gemproj._arrays import Array, Blocks, empty_as, note_written, to_numpy
 from gemproj._checks import check_multipliers
 from gemproj._problem import Problem, check_out, check_problem
-from gemproj._solution import DualSolution, Unread
+from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
 from gemproj._tspace import inverse
 from gemproj._warn import warn
@@ -63,9 +63,7 @@ def combine(
     return combined(problem, lam if sol is None else sol.on_host(), out, G)
 
 
-def combined(
-    problem: Problem, sol: DualSolution | Unread | Array, out: Blocks | None = None, G: Blocks = ()
-) -> Any:
+def combined(problem: Problem, sol: DualSolution | Array, out: Blocks | None = None, G: Blocks = ()) -> Any:
     """Return `out` if it is given, else the blocks of x in the same kind of container as g."""
     x = empty_as(problem.vector) if out is None else check_out(out, G, problem)
     combine_into(problem, sol, x)
@@ -77,13 +75,13 @@ def combined(
     return problem.keys(x) if problem.keys in (list, tuple) else dict(zip(problem.keys, x, strict=True))
 
 
-def combine_into(problem: Problem, sol: DualSolution | Unread | Array, x: list[Array]) -> None:
+def combine_into(problem: Problem, sol: DualSolution | Array, x: list[Array]) -> None:
     """Write the x of a solution, or of multipliers in t-space, to x, which may be g itself.
 
     If rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays,
     the dual basis in the solution takes this rounding out of x, so that ``G_P x = h_P`` for the free rows P.
     """
-    write_x(problem, sol.multipliers if isinstance(sol, DualSolution | Unread) else sol, x)
+    write_x(problem, sol.multipliers if isinstance(sol, DualSolution) else sol, x)
     if not isinstance(sol, DualSolution):
         return
     rows = sol._rows
@@ -101,9 +99,9 @@ def combine_into(problem: Problem, sol: DualSolution | Unread | Array, x: list[A
     write_x(moved, step, x)
 
 
-def warn_if_missed(sol: DualSolution | Unread) -> None:
+def warn_if_missed(sol: DualSolution) -> None:
     """Warn if x violates the optimality conditions, because `project` returns no status."""
-    if isinstance(sol, Unread) or not (sol._exact and np.count_nonzero(sol.status)):
+    if not (sol._exact and np.count_nonzero(sol.status)):
         return
     stalled = (sol.status & int(Status.STALLED)) != 0
     unsettled = stalled if sol.bounds.h is None else sol.status != 0

@@ -16,7 +16,7 @@ from gemproj._coordinates import from_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import Problem, check_problem
 from gemproj._search import GRAM_RESOLVES, INFEASIBLE, NEAR_ZERO, OPTIMAL
-from gemproj._solution import DualSolution, Unread
+from gemproj._solution import DualSolution
 from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch
 from gemproj.backends import search, solve_few
 from gemproj.methods import AGEM, FISTA, PGD, AnyMethod, Exact, Method, Outcome, Quadprog
@@ -231,8 +231,8 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     return sol
 
 
-def solve_unread(measured: Measured, options: Options, start: Array | None = None) -> DualSolution | Unread:
-    """Return what a projection needs of the solution; a device is not read for it if it need not be.
+def solve_unread(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
+    """Return the solution; a device is not read for it, and it has no status, if a projection needs none.
 
     That is for the exact method with few rows and no penalty or equality, and for PGD, FISTA and AGEM. Rows
     that are not finite, or whose squares overflow, are left out then.
@@ -248,7 +248,7 @@ def solve_unread(measured: Measured, options: Options, start: Array | None = Non
         if bounds.h is not None:  # b is infinite for rows that are switched off, and they are left out
             K, b = namespace(b).broadcast_to(K, (*b.shape, b.shape[-1])), b - bounds.h
         lam = solve_few(K, b, bounds.lower)
-    return Unread(lam, measured.gram, bounds, measured.eps)
+    return DualSolution(lam, measured.gram, bounds, _eps=measured.eps)
 
 
 def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolution:

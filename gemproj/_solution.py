@@ -66,8 +66,8 @@ class DualSolution:
     multipliers: Array
     gram: Gram
     bounds: Bounds
-    iterations: Any
-    status: Any
+    iterations: Any = None  # and no status: on a device that `_read` has not read
+    status: Any = None
     _eps: float = EPS  # of the sums in `gram`
     # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
@@ -258,6 +258,13 @@ class DualSolution:
         others = {name: move(getattr(self, name)) for name in ("multipliers", "iterations", "status")}
         return replace(self, gram=Gram(*map(move, self.gram)), bounds=bounds, **others)
 
+    def _read(self) -> DualSolution:
+        """Return a solution with a status, in NumPy, from one copy; rows that are not finite become zero."""
+        K, b, gg, lam, *bounds = fetch([*self.gram, self.multipliers, *self.bounds])
+        K, b, _ = drop_rows(K, b)
+        zeros = np.zeros(gg.shape, dtype=np.int64)
+        return DualSolution(lam, Gram(K, b, gg), Bounds(*bounds), zeros, zeros, self._eps)._judged()
+
     def _judged(self) -> DualSolution:
         """Return this solution with the status STALLED where it misses the optimality conditions."""
         within = OPTIMAL_WITHIN * max(1.0, self._eps / EPS)
@@ -341,20 +348,3 @@ class DualSolution:
         there = np.matmul(V, x[..., None])[..., 0] - self._right()[where]
         step = np.matmul(self._rows.step(np.where(self.free[where], there, 0.0))[:, None, :], V)[:, 0]
         return x + step, step
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Unread:
-    """Multipliers on a device that is not read before `solution` is called, and what that needs."""
-
-    multipliers: Array
-    gram: Gram
-    bounds: Bounds
-    _eps: float
-
-    def solution(self) -> DualSolution:
-        """Return the solution in NumPy, from one copy; rows that are not finite become zero."""
-        K, b, gg, lam, *bounds = fetch([*self.gram, self.multipliers, *self.bounds])
-        K, b, _ = drop_rows(K, b)
-        zeros = np.zeros(gg.shape, dtype=np.int64)
-        return DualSolution(lam, Gram(K, b, gg), Bounds(*bounds), zeros, zeros, self._eps)._judged()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gemproj._arrays import from_numpy, namespace, to_numpy
 from gemproj._bounds import Bounds
-from gemproj._solution import DualSolution, Unread
+from gemproj._solution import DualSolution
 from gemproj._tspace import Gram
 from gemproj.torch.keep import Score
 from gemproj.torch.memory import KeptSet
@@ -72,8 +72,8 @@ class Projection:
     ages: Sequence[int]
     seconds: float
     # In NumPy, or on a device that was not read; `solution` and `step` convert them to tensors.
-    _solution: DualSolution | Unread | None
-    _step: DualSolution | Unread | None
+    _solution: DualSolution | None
+    _step: DualSolution | None
 
     def __repr__(self) -> str:
         found = f"{len(self.names)} rows, nothing was projected"
@@ -92,9 +92,11 @@ class Projection:
         """The solution for the projected step; None with ``on="gradient"``."""
         return self._in_torch(self._step)
 
-    def _in_torch(self, sol: DualSolution | Unread | None) -> DualSolution | None:
-        sol = sol.solution() if isinstance(sol, Unread) else sol
-        return None if sol is None else sol.to(partial(from_numpy, xp=torch, device=self.losses.device))
+    def _in_torch(self, sol: DualSolution | None) -> DualSolution | None:
+        if sol is None:
+            return None
+        read = sol._read() if sol.status is None else sol
+        return read.to(partial(from_numpy, xp=torch, device=self.losses.device))
 
     def with_part(self, part: Projection) -> Projection:
         """Return these statistics with those of another optimizer's part of the same step."""
@@ -244,7 +246,7 @@ class History:
             return
         most = min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2)
         # Steps that are counted together share the sets, where they are, and which values are None.
-        kind = [*step.names, type(sol), *(a is None for a in (*sol.bounds, step.excess))]
+        kind = [*step.names, type(sol.multipliers), *(a is None for a in (*sol.bounds, step.excess))]
         if len(self._pending) >= most or kind != self._kind:
             self.count()
         self._kind = kind
@@ -348,12 +350,12 @@ _LOSSES, _UNCOUNTED = 1e-6, 1e-4
 _FEW = 10
 
 
-def _batch(solutions: Sequence[DualSolution | Unread]) -> DualSolution:
+def _batch(solutions: Sequence[DualSolution]) -> DualSolution:
     """Stack solutions of equal form into one batch of solutions, in NumPy: a device is read once."""
     first, xp = solutions[0], namespace(solutions[0].multipliers)
     parts = zip(*[(sol.multipliers, *sol.gram, *sol.bounds) for sol in solutions], strict=True)
     lam, K, b, gg, *bounds = (None if part[0] is None else xp.stack(list(part)) for part in parts)
-    return Unread(lam, Gram(K, b, gg), Bounds(*bounds), first._eps).solution()
+    return DualSolution(lam, Gram(K, b, gg), Bounds(*bounds), _eps=first._eps)._read()
 
 
 class Report(dict[Any, Line]):

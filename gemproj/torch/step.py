@@ -37,7 +37,7 @@ from gemproj._combine import combine_into, warn_if_missed
 from gemproj._dual import solve_unread
 from gemproj._gram import measure
 from gemproj._problem import Problem, check_problem
-from gemproj._solution import DualSolution, Unread
+from gemproj._solution import DualSolution
 from gemproj._tspace import Gram
 from gemproj._warn import warn
 from gemproj.methods import GEM2017, AnyMethod, as_method
@@ -177,7 +177,7 @@ class ProjectedStep:
         self._rows: Rows | None = None
         self._groups: list[Any] = []
         self._moving: list[bool] = []
-        self._solution: DualSolution | Unread | None = None
+        self._solution: DualSolution | None = None
         self._seconds = 0.0
         self._hooks = [
             optimizer.register_step_pre_hook(self._begin),
@@ -340,7 +340,7 @@ class ProjectedStep:
 
     def _solve(
         self, kind: str, rows: Rows, v: Tensor, moving: list[bool], weights: Tensor | None = None
-    ) -> tuple[DualSolution | Unread, bool]:
+    ) -> tuple[DualSolution, bool]:
         """Project a gradient or a step v in place; return the solution and whether v changed.
 
         Only columns of moving parameters are used. All local columns are updated, but only one process counts
