@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from gemproj._arrays import Array, is_torch
 from gemproj._problem import Problem
-from gemproj._tspace import Dual, Gram
+from gemproj._tspace import Dual
 from gemproj.backends import portable
 from gemproj.backends.numba import installed, missing
 from gemproj.backends.triton import available
@@ -25,24 +25,13 @@ from gemproj.backends.triton import missing as no_kernels
 wanted = os.environ.get("GEMPROJ_BACKEND", "")
 
 
-class Backend(Protocol):
-    """Stages 1 and 3 for the arrays of one problem; each backend's module has a function for stage 2.
+def select(problem: Problem) -> Any:
+    """Return the backend of a problem, and store it in the problem for later stages.
 
-    A backend must not keep a reference to its problem. The problem refers to the backend, and the reference
-    cycle would keep G in memory until the next garbage collection.
+    Its ``gram(problem)`` returns K, b and |g|^2 (stage 1). Its ``combine(problem, lam, x)`` writes
+    ``g + G'lam`` to x, rounded once (stage 3); x may be g itself. It must not keep a reference to its
+    problem, which refers to it: the cycle would keep G in memory until the next garbage collection.
     """
-
-    name: str
-
-    def gram(self, problem: Problem) -> Gram:
-        """Return K, b and |g|^2 (stage 1)."""
-
-    def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
-        """Write ``g + G'lam`` to x, rounded once (stage 3); x may be g itself."""
-
-
-def select(problem: Problem) -> Backend:
-    """Return the backend of a problem, and store it in the problem for later stages."""
     if problem.backend is None:
         module = _on_host(wanted) if problem.host else _on_device(problem.vector[0], wanted)
         problem.backend = module.bind(problem) or portable

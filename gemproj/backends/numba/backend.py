@@ -54,7 +54,7 @@ def bind(problem: Problem) -> Numba | None:
 
 
 class Numba:
-    """Stages 1 and 3 in compiled loops; see `gemproj.backends.Backend`.
+    """Stages 1 and 3 in compiled loops; see `gemproj.backends.select`.
 
     Attributes
     ----------

@@ -65,7 +65,7 @@ def bind(problem: Problem) -> Triton | None:
 
 
 class Triton:
-    """Stages 1 and 3 with one launch per block; see `gemproj.backends.Backend`."""
+    """Stages 1 and 3 with one launch per block; see `gemproj.backends.select`."""
 
     name = "triton"
 
