@@ -39,7 +39,6 @@ class ParameterVector:
             raise TypeError(f"Parameters must be real; {wrong} is complex.")
         chosen.sort(key=lambda pair: _placement(pair[1]))  # stable: keeps the order of equal placements
         self.names, self.parameters = [name for name, _ in chosen], [p for _, p in chosen]
-        self._sharded = any(mesh_of(p) is not None for p in self.parameters)
         shards = self.local()
         self.device, self.dtype = shards[0].device, shards[0].dtype
         for p in shards:
@@ -85,8 +84,6 @@ class ParameterVector:
 
     def local(self) -> list[Tensor]:
         """Return the local shard of each parameter; see `local`."""
-        if not (self._sharded or torch.is_grad_enabled()):
-            return self.parameters
         return [local(p) for p in self.parameters]
 
     def read_step(self) -> Tensor:
@@ -171,7 +168,7 @@ class ParameterVector:
             if p.grad is None and wanted:
                 p.grad = torch.empty_like(p)  # with its strides, on which fused optimizers rely
             if p.grad is not None:
-                to.append(local(p.grad) if self._sharded else p.grad)
+                to.append(local(p.grad))
                 given.append(part)
         if to:
             torch._foreach_copy_(to, given)
@@ -196,9 +193,9 @@ class ParameterVector:
 
     def _topology(self, group: Any) -> Processes:
         plain = sum(n for n, p in zip(self.sizes, self.parameters, strict=True) if mesh_of(p) is None)
-        found = Processes(self.device, group, collective=self._sharded, plain=plain)
         meshes = [mesh for mesh in map(mesh_of, self.parameters) if mesh is not None]
-        if self._sharded and meshes[0].device_type != self.device.type:
+        found = Processes(self.device, group, collective=bool(meshes), plain=plain)
+        if meshes and meshes[0].device_type != self.device.type:
             raise ValueError(
                 f"Parameters are on {self.device.type}, and passes on {meshes[0].device_type}, as with "
                 "CPUOffloadPolicy: this is not supported. Shard without it."
