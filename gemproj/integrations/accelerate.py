@@ -33,10 +33,17 @@ class AcceleratedKeeper(KeeperBase):
     def _attach_prepared(self, model: torch.nn.Module, optimizer: Any) -> None:
         """Attach to optimizers; a prepared model runs its forward pass in the precision of training."""
         state = AcceleratorState()
-        _refuse_engine(state)
+        kind, plugin = state.distributed_type, getattr(state, "fsdp_plugin", None)
+        flat = kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1
+        if flat or kind == DistributedType.MEGATRON_LM:
+            how = "of version 1 hides parameters in flat ones" if flat else "takes its steps itself"
+            raise ValueError(
+                f"{kind.value} {how}, so a keeper cannot project the steps. Use DistributedDataParallel, "
+                "FSDP2 (fsdp_version=2) or DeepSpeed ZeRO."
+            )
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         scaler, optimizers = getattr(optimizers[0], "scaler", None), [bare(one) for one in optimizers]
-        if state.distributed_type == DistributedType.DEEPSPEED:  # experimental
+        if kind == DistributedType.DEEPSPEED:  # experimental
             from gemproj.integrations.deepspeed import ZeroStep, ZeroVector, adapted
 
             self._vector_type, self._step_type = ZeroVector, ZeroStep
@@ -153,15 +160,3 @@ def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
             f"has {count}. Resume with {saved}, or keep the examples anew."
         )
     return state
-
-
-def _refuse_engine(state: AcceleratorState) -> None:
-    """Raise for engines whose steps or parameters a keeper cannot reach."""
-    kind, plugin = state.distributed_type, getattr(state, "fsdp_plugin", None)
-    flat = kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1
-    if flat or kind == DistributedType.MEGATRON_LM:
-        how = "of version 1 hides parameters in flat ones" if flat else "takes its steps itself"
-        raise ValueError(
-            f"{kind.value} {how}, so a keeper cannot project the steps. Use DistributedDataParallel, FSDP2 "
-            "(fsdp_version=2) or DeepSpeed ZeRO."
-        )
