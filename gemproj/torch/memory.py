@@ -88,24 +88,20 @@ class KeptSet:
         if how is not None:
             raise ValueError(f"The examples of {self.title} were kept {how}. Use another name.")
         apart = self.held.joined(more.held) if self.held and more.held else self.held or more.held
+        # A single example has a loss of its own.
+        old, new = (one.batches or [([k], 1) for k in range(len(one))] for one in (self, more))
+        batches = old + [([len(self) + k for k in at], weight) for at, weight in new]
         whole = replace(
             more,
             examples=self.examples + more.examples,
             outputs=self.outputs + more.outputs,
             losses=torch.cat([self.losses, more.losses]),
-            batches=self._batches_with(more),
+            batches=batches if self.batches or more.batches else [],
             held=apart and replace(apart, promise=more.promise),
         )
         whole.check_outputs()
         whole.check()
         return whole
-
-    def _batches_with(self, more: KeptSet) -> list[tuple[list[int], int]]:
-        """Return the batches of both sets; a single example has a loss of its own."""
-        if not (self.batches or more.batches):
-            return []
-        both = [one.batches or [([k], 1) for k in range(len(one))] for one in (self, more)]
-        return both[0] + [([len(self) + k for k in at], weight) for at, weight in both[1]]
 
     def check(self) -> None:
         """Raise unless a batch can be made of any examples, as far as that can be seen."""
