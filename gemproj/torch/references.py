@@ -198,6 +198,8 @@ class _Writer:
         self._options |= {name: None for name in _OTHER_WAYS if hasattr(model.generation_config, name)}
         if getattr(model.generation_config, "stop_strings", None):
             self._options["tokenizer"] = tokenizer
+        if getattr(model.config.get_text_config(), "output_router_logits", False):
+            self._options["output_router_logits"] = False  # of experts, which padding does not fit
         self._options |= {"synced_gpus": True} if shared else {}  # all processes take as many passes
         self._chats = not self._encodes and bool(getattr(tokenizer, "chat_template", None))
         self._nested = False  # whether the template takes only lists of parts, as those of processors may
@@ -229,7 +231,8 @@ class _Writer:
         """Return a question up to its end in the template, where the model may write on."""
         decode = self._tokenizer.decode
         stop = bisect_left(range(len(new)), True, key=lambda k: end in decode(new[: k + 1])) + 1
-        return str(decode(new[:stop], skip_special_tokens=True)).partition(end)[0].strip()
+        asked = self._ids(str(decode(new[:stop])).partition(end)[0])
+        return str(decode(asked, skip_special_tokens=True)).strip()
 
     def _written(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the new tokens after each prompt, up to and with the first token that ends a text."""
