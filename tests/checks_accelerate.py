@@ -42,7 +42,7 @@ def processes_bring_and_keep_examples_of_their_own():
     assert torch.equal(keeper.sets[0].fetch(range(4), None)[0][0], past[rank][0])
     assert not torch.equal(flat(model), flat(perceptron()))
     file = Path(folders[0], f"keeper_rank{rank}.pt")
-    torch.save(torch.load(file, weights_only=True) | {"processes": 3}, file)
+    torch.save(torch.load(file, weights_only=True) | {"process": (0, 3)}, file)
     with pytest.raises(ValueError, match=r"made by 3 processes, .* this run has 2"):
         accelerator.load_state(folders[0])
     forget_accelerate()

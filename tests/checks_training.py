@@ -153,8 +153,8 @@ def two_models_each_on_half_of_the_processes():
     group = mesh["shard"].get_group()
     keeper = compare(lambda model: (fully_shard(model, mesh=mesh["shard"]), everything), {}, group=group)
     assert keeper.rows.vector.topology.world == 2
-    with pytest.warns(UserWarning, match="one of 4 processes, and 2 train now"):
-        keeper.load_state_dict(keeper.state_dict() | {"processes": 4})
+    with pytest.warns(UserWarning, match="process . of 4, and this is process . of 2"):
+        keeper.load_state_dict(keeper.state_dict() | {"process": (0, 4)})
 
 
 class Normed(nn.Module):

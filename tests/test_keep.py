@@ -705,8 +705,8 @@ def test_what_a_state_lacks_is_said():
     with pytest.warns(UserWarning, match="no examples of 'b', which are dropped"):
         more.load_state_dict(keeper.state_dict())
     assert list(more.sets) == ["a"]
-    with pytest.warns(UserWarning, match="one of 2 processes, and 1 train now: it lacks the examples"):
-        more.load_state_dict(keeper.state_dict() | {"processes": 2})
+    with pytest.warns(UserWarning, match="process 0 of 2, .* is process 0 of 1: it lacks the examples"):
+        more.load_state_dict(keeper.state_dict() | {"process": (0, 2)})
     more.keep([task(1)], EACH, name="own")
     more.keep([task(2)], name="own")
     with pytest.raises(ValueError, match="'own' had a promise of its own"):

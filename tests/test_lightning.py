@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from frameworks import WINDOW, Lightning, LightningByHand, Net, batches
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from models import EACH, SAID, assert_same_weights, loss, perceptron, sgd
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -175,6 +176,9 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         running = SimpleNamespace(strategy=object.__new__(strategy))
         with pytest.raises(ValueError, match=f"cannot work with {strategy.__name__}"):
             driver.keeper.on_train_start(running, driver.module)
+    forks = SimpleNamespace(launcher=_MultiProcessingLauncher(None, "fork"))
+    with pytest.raises(ValueError, match="processes that are forked"):
+        driver.keeper.on_train_start(SimpleNamespace(strategy=forks), driver.module)
 
 
 def test_fabric_trains_as_a_plain_loop():

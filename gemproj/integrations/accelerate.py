@@ -154,7 +154,7 @@ def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
             "with a keeper and with the same number of processes."
         )
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    if (saved := state["processes"]) > count:
+    if (saved := state["process"][1]) > count:
         raise ValueError(
             f"Checkpoint {folder} was made by {saved} processes, each with its own examples, but this run "
             f"has {count}. Resume with {saved}, or keep the examples anew."

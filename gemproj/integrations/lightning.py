@@ -108,6 +108,11 @@ class KeeperCallback(CallbackBase, Callback):
         for strategy, reason in _REFUSED.items():
             if isinstance(trainer.strategy, strategy):
                 raise ValueError(f"KeeperCallback cannot work with {strategy.__name__}: {reason}.")
+        if getattr(trainer.strategy.launcher, "is_interactive_compatible", False):  # as in notebooks
+            raise ValueError(
+                "KeeperCallback cannot work with processes that are forked: what it keeps is lost with them. "
+                "Use one device, or strategy='ddp' in a script."
+            )
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"KeeperCallback needs a module with one optimizer; found {len(trainer.optimizers)}. For "

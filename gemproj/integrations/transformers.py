@@ -118,7 +118,7 @@ class KeeperCallback(CallbackBase, AcceleratedKeeper, TrainerCallback):
 
     def _own(self, data: Any) -> Any:
         """Return the part of this process of a list or a data set that all processes were given."""
-        if self._world() == 1:
+        if self._position()[1] == 1:
             return data
         (rank, world), n, digest = _place(), 0, 0
         if not isinstance(data, str | Mapping | torch.Tensor):  # these are refused later

@@ -275,12 +275,12 @@ class KeeperBase:
             "history": self.history.state_dict(),
             "warm": {kind: (names, torch.as_tensor(lam).cpu()) for kind, (names, lam) in self._warm.items()},
             "forecast": self._forecast.state_dict(),
-            "processes": self._world(),
+            "process": self._position(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the kept sets by those of a state that `state_dict` returned; an error changes nothing."""
-        needed = {"sets", "random", "history", "warm", "forecast", "processes"}
+        needed = {"sets", "random", "history", "warm", "forecast", "process"}
         lacking = needed - (state.keys() if isinstance(state, Mapping) else set())
         if lacking:
             raise ValueError(f"state has no {min(lacking)!r}: it is not the state of a keeper.")
@@ -313,10 +313,11 @@ class KeeperBase:
                 f"The state has no examples of {', '.join(map(repr, dropped))}, which are dropped: these "
                 "sets are no longer protected. Keep them after the state is loaded."
             )
-        if state["processes"] not in (1, self._world()):
+        saved, now = tuple(state["process"]), self._position()
+        if saved[1] > 1 and saved != now:
             warn(
-                f"The state was saved by one of {state['processes']} processes, and {self._world()} train "
-                "now: it lacks the examples that the other processes kept."
+                f"The state was saved by process {saved[0]} of {saved[1]}, and this is process {now[0]} of "
+                f"{now[1]}: it lacks the examples that other processes kept. Save and load one for each."
             )
         self.sets, self._random, self.history, self._forecast = sets, random, history, forecast
         self._warm = dict(state["warm"])
@@ -324,9 +325,10 @@ class KeeperBase:
             self._training.watched = None  # weights are loaded, too
             self._training.rows.clear()  # they may be of other sets
 
-    def _world(self) -> int:
-        """Return the number of processes that train together."""
-        return 1 if self.rows is None else self.rows.vector.topology.world
+    def _position(self) -> tuple[int, int]:
+        """Return the number of this process among those that train together, and how many these are."""
+        topology = None if self.rows is None else self.rows.vector.topology
+        return (0, 1) if topology is None else (topology.rank, topology.world)
 
     def _attach(
         self, model: torch.nn.Module, optimizer: Any, *, scaler: Any = None, group: Any = None
