@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any, ClassVar
 
 import torch
-from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from gemproj.torch import Keeper, Promise
@@ -96,8 +96,10 @@ class Run:
         torch.manual_seed(self.seed)
         model = adapted(fresh(self.model, form.layers, self.device), self.adapters)
         found = {} if self.kind == "before" else learn(model, self, form, data)
-        if self.kind == "average":
-            scale(model, self.value)
+        if self.kind == "average":  # between the weights before, at 0, and those after training, at 1
+            for module in model.modules():
+                if isinstance(module, LoraLayer):
+                    module.scale_layer(self.value)
         if self.kind == "intruder":
             from peft.tuners.lora.intruders import reduce_intruder_dimension  # in new versions only
 
@@ -239,15 +241,6 @@ def penalty(
         return OUTPUTS(model, together(examples, run.device), PerExample(said)).mean()
 
     return outputs
-
-
-def scale(model: Any, share: float) -> None:
-    """Set the weights between those before, of share 0, and those after training, of share 1."""
-    if not isinstance(model, PeftModel):
-        raise ValueError("averaging is written for adapters")
-    for module in model.modules():
-        if hasattr(module, "scaling") and isinstance(module.scaling, dict):
-            module.scaling = {name: share * value for name, value in module.scaling.items()}
 
 
 def drawn(examples: Sequence[Any], size: int, seed: int, shuffled: bool = True) -> Iterator[list[Any]]:
