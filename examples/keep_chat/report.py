@@ -186,11 +186,8 @@ def asked(records: Sequence[Record]) -> Figure:
 def front(records: Sequence[Record]) -> Figure:
     """Return a figure: the loss on the new skill over the divergence on unseen texts, means of the seeds."""
     skills = grouped("skill", records, MARKS)
-    lines = -(-len(skills) // 2)  # of two panels, so that labels can be read on a phone
-    figure, axes = plt.subplots(lines, 2, figsize=(5.4, 0.7 + 2.6 * lines), squeeze=False)
-    for ax in axes.flat[len(skills) :]:
-        ax.set_axis_off()
-    for (skill, runs), ax in zip(skills.items(), axes.flat, strict=False):
+    figure, axes = plt.subplots(1, len(skills), figsize=(5.4, 3.3), squeeze=False)
+    for (skill, runs), ax in zip(skills.items(), axes.flat, strict=True):
         shown = [run for run in runs if run["kind"] in PALETTE]
         for (kind, _), found in grouped(lambda run: (run["kind"], run["adapters"]), shown).items():
             look: dict[str, Any] = {"marker": "o", "color": PALETTE[kind]}
@@ -217,9 +214,6 @@ def front(records: Sequence[Record]) -> Figure:
     figure.supylabel("Loss on the new skill, nats per token", fontsize=10)
     figure.supxlabel("Divergence held out, nats per token", fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    if len(skills) % 2:
-        axes.flat[-1].legend(handles, [label.replace(" (", "\n(") for label in labels], loc="center")
-    else:
-        size = 10 if len(labels) < 5 else 8  # with all methods, two columns are as wide as the figure
-        figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=size)
+    size = 10 if len(labels) < 5 else 8  # with all methods, two columns are as wide as the figure
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=size)
     return figure
