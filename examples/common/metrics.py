@@ -66,13 +66,8 @@ class Spread:
 
     @property
     def half(self) -> float:
-        """Half of the 95 % interval of Student's t around the mean; infinite for one value."""
-        return float(student.ppf(0.975, self.n - 1) * self.std / self.n**0.5) if self.n > 1 else np.inf
-
-    @property
-    def bar(self) -> float:
-        """Length of an error bar that shows the interval; 0 for one value."""
-        return self.half if self.n > 1 else 0.0
+        """Half of the 95 % interval of Student's t around the mean; nan for one value."""
+        return float(student.ppf(0.975, self.n - 1) * self.std / self.n**0.5)
 
     @property
     def excludes_zero(self) -> bool:

@@ -34,7 +34,7 @@ def paired_differences(found: Found, baseline: str = "replay") -> Figure:
         if one:
             face = colour if one.excludes_zero else "white"
             look = {"color": colour, "markerfacecolor": face, "markersize": 6, "capsize": 2}
-            axes.errorbar(100 * one.mean, y, xerr=100 * one.bar, fmt="o", **look)
+            axes.errorbar(100 * one.mean, y, xerr=100 * one.half, fmt="o", **look)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=True, axis="x")
@@ -62,7 +62,7 @@ def memory(records: Sequence[Record]) -> Figure:
         marker, dashes = looks[policy]
         look = {"color": METHODS[name].colour, "linestyle": dashes, "marker": marker, "capsize": 2}
         look |= {"elinewidth": 1, "label": f"{METHODS[name].title}, {policy}"}
-        means, bars = zip(*((one.mean, one.bar) for one in line.values()), strict=True)
+        means, bars = zip(*((one.mean, one.half) for one in line.values()), strict=True)
         axes.errorbar(1.08**aside * np.array(list(line)), means, bars, **look)
     axes.set_xscale("log")
     axes.set_xticks(sizes, map(str, sizes))
