@@ -15,21 +15,19 @@ from .report import average_accuracy
 Panel = Mapping[str, Spread]  # final average accuracy, by method
 
 
-def draw(
-    records: Sequence[Record], out: Path, title: str = "", others: Mapping[str, Panel] | None = None
-) -> list[Path]:
-    """Write the figures as PNG files, the first one below those of `others`; return their paths."""
-    return [
-        save(out / "final_accuracy.png", final_accuracy, records, title, others or {}),
-        save(out / "accuracy_over_steps.png", accuracy_over_steps, records, title),
-    ]
+def draw(records: Sequence[Record], out: Path) -> list[Path]:
+    """Write the figures as PNG files, and return their paths."""
+    drawings = final_accuracy, accuracy_over_steps
+    return [save(out / f"{drawing.__name__}.png", drawing, records) for drawing in drawings]
 
 
-def final_accuracy(records: Sequence[Record], title: str, others: Mapping[str, Panel]) -> Figure:
+def final_accuracy(
+    records: Sequence[Record], title: str = "", others: Mapping[str, Panel] | None = None
+) -> Figure:
     """Draw a row for each method: its mean final average accuracy, and below it a dot for each seed."""
     runs = grouped("method", records)
     here = {name: spread(map(average_accuracy, found)) for name, found in runs.items()}
-    panels = {**others, title: here}
+    panels = {**(others or {}), title: here}
     counts = [len(panel) for panel in panels.values()]
     size = 4.8, 1.1 + 0.34 * sum(counts) + 0.5 * (len(panels) > 1)
     figure, column = plt.subplots(
@@ -52,7 +50,7 @@ def final_accuracy(records: Sequence[Record], title: str, others: Mapping[str, P
     return noted(figure, f"Small dots: seeds. Error bars: {seeds_of(records)}.")
 
 
-def accuracy_over_steps(records: Sequence[Record], title: str) -> Figure:
+def accuracy_over_steps(records: Sequence[Record]) -> Figure:
     """Draw a panel for each task, in the order of learning: mean over the seeds, and their spread."""
     edges = [0, *records[0]["boundaries"]]
     tasks = len(edges) - 1
@@ -84,9 +82,7 @@ def accuracy_over_steps(records: Sequence[Record], title: str) -> Figure:
         axes.set_visible(False)
     figure.supylabel("Test accuracy (%)", fontsize=10)
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    where = title.replace("\n", ": ")
-    where += ". The paper draws this figure, too, but gives no numbers for it.\n" if title else ""
-    return noted(figure, f"{where}Grey: the task is being learned. Bands: {seeds_of(records)}.")
+    return noted(figure, f"Grey: the task is being learned. Bands: {seeds_of(records)}.")
 
 
 def seeds_of(records: Sequence[Record]) -> str:

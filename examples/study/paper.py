@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from examples.common import command
+from examples.common.drawing import save
 from examples.lora_agnews import __main__ as agnews
 from examples.lora_agnews import backbone, config, figures, report
 from examples.study import paper_report
@@ -61,7 +62,7 @@ def protocol(wanted: str | None) -> list[str]:
 
 
 def write(out: Path) -> list[Path]:
-    """Write tables and figures of the results in a folder, and return their paths."""
+    """Write tables and the figure of the results in a folder, and return their paths."""
     results = report.read(out)
     (out / "table.md").write_text(paper_report.markdown(results), encoding="utf-8")
     given = results["config"]
@@ -70,7 +71,8 @@ def write(out: Path) -> list[Path]:
     here = f"Here\n{name}, {results['environment'].get('gpu', given['device'].upper())}"
     published = {name: found["average_accuracy"] for name, found in paper_report.PUBLISHED.items()}
     panels = {f"I-GEM paper\n{paper_report.BACKBONE}": published}
-    return [out / "table.md", *figures.draw(results["runs"], out, here, panels)]
+    drawn = save(out / "final_accuracy.png", figures.final_accuracy, results["runs"], here, panels)
+    return [out / "table.md", drawn]
 
 
 if __name__ == "__main__":
