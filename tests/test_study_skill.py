@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_tolerance_keeps_the_skill():
     texts = language.texts_of(0)
     torch.manual_seed(0)
-    start = skill.GPT()
+    start = language.network()
     language.learn(start, texts["pretrain"], 160, 0, 3e-2)
     said = language.KL.outputs(start, texts["reference"])
     found = {"before": language.losses(start, texts, said)}
@@ -43,7 +43,7 @@ def test_the_seed_draws_stored_texts(monkeypatch):
     seeds, texts = [], language.texts_of(0)
     monkeypatch.setattr(language, "seed_draws", lambda keeper, seed: seeds.append(seed))
     how = (1, 7, 1e-2, "held", language.KL, 0.1, texts["reference"])
-    language.learn(skill.GPT(), texts["tune"], *how)
+    language.learn(language.network(), texts["tune"], *how)
     assert seeds == [7]
 
 

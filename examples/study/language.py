@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples.common.memory import seed_draws
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
 
-WORDS, GROUPS, LENGTH, WIDTH = 32, 4, 24, 64
+WORDS, GROUPS, LENGTH = 32, 4, 24
 CHANCES = torch.tensor([0.5, 0.25, 0.15, 0.1])  # of the four words that may follow
 REFERENCE, BATCH = 48, 16
 
@@ -35,9 +36,16 @@ def write(rule: Tensor, language: int, n: int, seed: int) -> Tensor:
     return torch.stack(text, 1)
 
 
+def network() -> GPT2LMHeadModel:
+    """Return a GPT-2 of one layer."""
+    shape: Any = {"vocab_size": WORDS + 2, "n_positions": LENGTH, "n_embd": 64, "n_layer": 1, "n_head": 4}
+    shape |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None, use_cache=False))
+
+
 def logits(model: nn.Module, text: Tensor) -> Tensor:
     """Return the logits of all words but the first two, which follow no rule."""
-    return model(text[:, :-1])[:, 2:]
+    return model(input_ids=text[:, :-1]).logits[:, 2:, :WORDS]
 
 
 TEXT = CrossEntropy(logits, labels=lambda text: text[:, 3:])

@@ -18,8 +18,6 @@ from typing import Any, ClassVar
 import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples.common import command
 from examples.common.metrics import Record, grouped, paired
@@ -29,7 +27,7 @@ from examples.common.tables import Cell, mean_of, table
 from examples.lora_agnews.backbone import GPT2_LAYERS, LORA
 
 from .__main__ import parser
-from .language import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
+from .language import KL, TEXT, learn, losses, network, texts_of
 from .runs import AnyRun, Point, results_of
 from .settings import SEEDS
 
@@ -121,7 +119,7 @@ class Run(AnyRun):
         before = losses(model, texts, said)["x"]
         if setting.adapters:
             torch.manual_seed(self.seed)
-            model.gpt = get_peft_model(model.gpt, LoraConfig(**ADAPTERS))
+            model = get_peft_model(model, LoraConfig(**ADAPTERS))
         value = self.knob if method.knob else None
         how = (self.rate, method.kind, method.loss, value, texts["reference"])
         start = time.perf_counter()
@@ -135,27 +133,11 @@ class Run(AnyRun):
         return self.named() | rounded({name: result[name] for name in ("loss", "seconds")})
 
 
-class GPT(nn.Module):
-    """A GPT-2 of one layer that returns logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shape: Any = {"vocab_size": WORDS + 2, "n_positions": LENGTH}
-        shape |= {"n_embd": WIDTH, "n_layer": 1, "n_head": 4}
-        shape |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        shape |= {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
-        self.gpt: nn.Module = GPT2LMHeadModel(GPT2Config(**shape))
-
-    def forward(self, text: Tensor) -> Tensor:
-        """Return the logits of each next word."""
-        return self.gpt(input_ids=text).logits[..., :WORDS]
-
-
 @cache
-def pretrained(seed: int) -> GPT:
+def pretrained(seed: int) -> Any:
     """Return a model that is pretrained on X."""
     torch.manual_seed(seed)
-    model = GPT()
+    model = network()
     learn(model, texts_of(seed)["pretrain"], PRETRAINING, seed, RATE)
     return model
 
