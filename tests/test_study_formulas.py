@@ -74,7 +74,8 @@ def test_gradient_projection_memory_is_a_projection(rank):
     torch.manual_seed(0)
     model = torch.nn.Linear(12, 5).double()
     projector = SubspaceProjector(model, threshold=1.0)
-    projector.remember([torch.randn(50, rank).double() @ torch.randn(rank, 12).double()], model)
+    inputs = torch.randn(50, rank).double() @ torch.randn(rank, 12).double()
+    projector.remember(lambda: model(inputs))
     output = model(torch.randn(4, 12, dtype=torch.float64))  # on other inputs than those remembered
     (output.square().sum() + output.sum()).backward()
     dW = model.weight.grad.clone()

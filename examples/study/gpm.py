@@ -1,6 +1,6 @@
 """Gradient projection memory: weight changes are orthogonal to past inputs of their layer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -8,35 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ROWS = 1 << 13  # number of inputs converted to float64 at once
-
 
 class SubspaceProjector:
     """Projects gradients of linear layers onto the complement of their past inputs (GPM).
 
     Saha, Garg and Roy (ICLR 2021). A change dW of a weight keeps its output for an input x if ``dW x = 0``.
     So each weight has an orthonormal basis M of the directions with most of the energy of its past inputs,
-    and ``dW <- dW - dW M M'``. Other parameters are not changed; the paper's networks have no biases. There
-    are no constraint gradients and no dual problem, so GPM is not a method of gemproj.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The weight of every ``nn.Linear`` is protected.
-    threshold : float
-        Share of the energy (sum of squares) of a task's inputs in its subspace, above 0 and at most 1.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from examples.study.gpm import SubspaceProjector
-    >>> model = torch.nn.Linear(3, 1, bias=False)
-    >>> projector = SubspaceProjector(model, threshold=1.0)
-    >>> projector.remember([torch.tensor([[2.0, 0.0, 0.0]])], model)
-    >>> model(torch.ones(1, 3)).sum().backward()
-    >>> projector.project_()
-    >>> model.weight.grad.abs()
-    tensor([[0., 1., 1.]])
+    at least a share `threshold`, and ``dW <- dW - dW M M'``. Other parameters are not changed; the paper's
+    networks have no biases. There are no constraint gradients and no dual problem, so GPM is not a method of
+    gemproj.
     """
 
     def __init__(self, model: nn.Module, threshold: float) -> None:
@@ -44,8 +24,8 @@ class SubspaceProjector:
         self.layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self.bases = {name: m.weight.new_empty(m.in_features, 0) for name, m in self.layers.items()}
 
-    def remember(self, batches: Iterable[Any], forward: Callable[[Any], Any]) -> None:
-        """Add the subspace of the inputs of each layer on these batches, at the end of a task.
+    def remember(self, forward: Callable[[], Any]) -> None:
+        """Add the subspace of the inputs of each layer in a forward pass, at the end of a task.
 
         The paper's rule adds the fewest singular vectors of the part outside the basis, so that the basis
         then holds a share `threshold` of the energy.
@@ -53,16 +33,14 @@ class SubspaceProjector:
         moments: dict[str, Tensor] = {}
 
         def collect(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            """Add ``x x'`` over the inputs x of a layer."""
-            for part in args[0].reshape(-1, args[0].shape[-1]).split(_ROWS):
-                part = part.double()
-                moments[name] = part.mT @ part + moments.get(name, 0.0)
+            """Sum ``x x'`` over the inputs x of a layer."""
+            x = args[0].flatten(0, -2).double()
+            moments[name] = x.mT @ x
 
         with torch.no_grad(), ExitStack() as hooks:
             for name, module in self.layers.items():
                 hooks.callback(module.register_forward_pre_hook(partial(collect, name)).remove)
-            for batch in batches:
-                forward(batch)
+            forward()
         self.bases |= {name: grow(self.bases[name], C, self.threshold) for name, C in moments.items()}
 
     @torch.no_grad()

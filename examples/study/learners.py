@@ -229,5 +229,5 @@ class Subspaces(Learner):
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Add the inputs of this task, on as many examples as other methods store."""
-        self.subspaces.remember([batch], lambda one: self.setup.stream.logits(self.model, one))
+        self.subspaces.remember(lambda: self.setup.stream.logits(self.model, batch))
         self.kept = list(self.subspaces.bases.values())
