@@ -2,13 +2,14 @@
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import gemproj
 
 # Read without importing the packages: an import takes seconds, and not all workers need one.
 VERSIONS = {name: importlib.metadata.version(name) for name in ("gemproj", "torch", "transformers", "peft")}
@@ -35,15 +36,9 @@ def digest(*parts: Any) -> str:
     return found.hexdigest()[:12]
 
 
-def _code() -> dict[str, str]:
-    """Return a hash of the sources of gemproj and of each package of the examples, by name."""
-    spec = importlib.util.find_spec("gemproj")
-    assert spec is not None
-    examples = Path(__file__).parents[1].glob("*/__init__.py")
-    return {
-        file.parent.name: digest([one.read_text("utf-8") for one in sorted(file.parent.rglob("*.py"))])
-        for file in (Path(str(spec.origin)), *examples)
-    }
-
-
-CODE = _code()  # as it is imported, even if a file changes while runs are waiting
+# Hashes of the sources of gemproj and of each package of the examples, as they are imported, even if a file
+# changes while runs are waiting.
+CODE = {
+    file.parent.name: digest([one.read_text("utf-8") for one in sorted(file.parent.rglob("*.py"))])
+    for file in (Path(gemproj.__file__), *Path(__file__).parents[1].glob("*/__init__.py"))
+}
