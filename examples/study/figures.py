@@ -1,7 +1,6 @@
 """The study's figures; `common.drawing.save` writes one. Error bars are 95 % intervals."""
 
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from ..common.metrics import Record, Spread, grouped, spread
 from .compare import Found, average_accuracy
 from .settings import METHODS
 
-MARKERS = "osD^vP*Xh<>"
-DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
+LOOKS: list[Any] = [("o", "-"), ("s", (0, (5, 2))), ("D", (0, (1.5, 1.5)))]  # of the policies: marker, dashes
 
 
 def paired_differences(found: Found, baseline: str = "replay") -> Figure:
@@ -49,7 +47,7 @@ def memory(records: Sequence[Record]) -> Figure:
     """Draw accuracy over ``record["per_task"]``, a line for each method and each policy of the memory."""
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
     sizes = sorted(grouped("per_task", records))
-    looks = dict(zip(grouped("policy", records), zip(MARKERS, cycle(DASHES), strict=False), strict=False))
+    looks = dict(zip(grouped("policy", records), LOOKS, strict=False))
     lines = {
         (name, policy): {
             size: spread(100 * average_accuracy(run) for run in runs)
