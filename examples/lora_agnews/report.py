@@ -25,16 +25,12 @@ GUARANTEE = (
     "column: the worst cosine of such a step. {spread}."
 )
 average_accuracy = metric("average_accuracy")
+worst_cosine: Any = checked("update", "worst_cosine")
 
 
 def projection(record: Record) -> float | None:
     """Return the mean time of a projection; None if there was none."""
     return record["seconds"]["mean_projection"]
-
-
-def worst_cosine(record: Record) -> float:
-    """Return the worst cosine of a step with a constraint."""
-    return record["guarantee"]["update"]["worst_cosine"]
 
 
 def read(folder: Path) -> dict[str, Any]:
