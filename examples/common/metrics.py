@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.stats import t as student
 
 VIOLATED = -1e-3  # a cosine below this is a violated constraint; above it, rounding
@@ -21,24 +21,24 @@ Measure = Callable[[Record], "float | None"]  # None if a run has no such number
 
 def average_accuracy(R: ArrayLike) -> float:
     """Return the mean accuracy over all tasks at the end: ``mean_i R[T, i]``."""
-    return float(_matrix(R)[-1].mean())
+    return float(np.asarray(R, dtype=float)[-1].mean())
 
 
 def backward_transfer(R: ArrayLike) -> float:
     """Return the mean of ``R[T, i] - R[i, i]`` over all tasks but the last; negative means forgetting."""
-    R = _matrix(R)
+    R = np.asarray(R, dtype=float)
     return float(np.mean(R[-1, :-1] - np.diagonal(R[1:])[:-1]))
 
 
 def forward_transfer(R: ArrayLike) -> float:
     """Return the mean of ``R[i - 1, i] - R[0, i]`` over all tasks but the first: gains from earlier tasks."""
-    R = _matrix(R)
+    R = np.asarray(R, dtype=float)
     return float(np.mean(np.diagonal(R)[1:] - R[0, 1:]))
 
 
 def forgetting(R: ArrayLike) -> float:
     """Return the mean of ``max_{1 <= l <= T - 1} R[l, i] - R[T, i]`` over all tasks but the last."""
-    R = _matrix(R)
+    R = np.asarray(R, dtype=float)
     return float(np.mean(R[1:-1, :-1].max(axis=0) - R[-1, :-1]))
 
 
@@ -125,10 +125,3 @@ def paired(runs: Iterable[Record], baseline: Iterable[Record], measure: Measure)
     there = {record["seed"]: measure(record) for record in baseline}
     both = [(measure(record), there.get(record["seed"])) for record in runs]
     return spread(None if a is None or b is None else a - b for a, b in both)
-
-
-def _matrix(R: ArrayLike) -> NDArray[np.float64]:
-    matrix = np.asarray(R, dtype=float)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] + 1 or matrix.shape[1] < 2:
-        raise ValueError(f"R must have shape (T + 1, T) with T at least 2, found {matrix.shape}")
-    return matrix
