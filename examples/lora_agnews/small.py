@@ -25,7 +25,6 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from ..common.command import SetupError
 from . import backbone
@@ -113,8 +112,7 @@ def pretrain(given: Path, folder: Path) -> None:
     This is what the new process does: it sets the threads and the seed of torch.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    backbone.quiet()
     config, texts, silent = pickle.loads(given.read_bytes())
     tokenizer = train_tokenizer(texts, config.small_vocabulary)
     train_model(config, tokenizer, texts, Console(stderr=True, quiet=silent)).save_pretrained(folder)
