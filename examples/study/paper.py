@@ -5,7 +5,6 @@ on the small backbone, which is pretrained here. Options that are not listed go 
 Finished runs are kept.
 """
 
-import os
 import shutil
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -20,7 +19,7 @@ from examples.lora_agnews import __main__ as agnews
 from examples.lora_agnews import backbone, config, figures, report
 from examples.study import paper_report
 
-MEDIUM, VARIABLE = "gpt2-medium", "AGNEWS_BACKBONE"
+MEDIUM = "gpt2-medium"
 RUNS, OUT = Path("runs/study-paper"), Path("docs/results/study/paper")
 
 
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     parser = ArgumentParser(
         "python -m examples.study.paper", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backbone", help=f"folder or name on the hub, by default ${VARIABLE} or {MEDIUM}")
+    parser.add_argument("--backbone", help=f"folder or name on the hub, by default {MEDIUM}")
     parser.add_argument("--preset", help="another protocol, as for examples.lora_agnews")
     parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder for the runs, by default {RUNS}")
     parser.add_argument("--out", type=Path, default=OUT, help=f"for tables and figures, by default {OUT}")
@@ -44,9 +43,8 @@ def main(arguments: Sequence[str] | None, console: Console) -> list[Path]:
     return write(given.out)
 
 
-def protocol(wanted: str | None) -> list[str]:
+def protocol(named: str | None) -> list[str]:
     """Return the options of the paper's protocol, on the small backbone if GPT-2 medium is not available."""
-    named = wanted or os.environ.get(VARIABLE)
     if named != "small":
         try:
             backbone.locate(named or MEDIUM)
