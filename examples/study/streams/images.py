@@ -4,7 +4,6 @@ The digits are scikit-learn's, 1,797 pictures of 8 x 8 pixels: permuted, rotated
 rows are the same for every seed. MNIST-1D generates any number of signals of 40 numbers.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -130,9 +129,6 @@ def _signals(count: int) -> tuple[np.ndarray, np.ndarray]:
     settings = get_dataset_args()
     settings.num_samples = -(-count // CLASSES) * CLASSES
     settings.max_translation, settings.seed = TRANSLATION, DATA_SEED
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002  (the package seeds both)
     made = make_dataset(settings)
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
     parts = np.concatenate([made["x"], made["x_test"]]), np.concatenate([made["y"], made["y_test"]])
     return parts[0].astype(np.float32)[:count], parts[1][:count]
