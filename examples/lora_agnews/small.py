@@ -94,9 +94,7 @@ def prepare(config: Config, texts: Sequence[str], folder: Path, silent: bool) ->
         command = [sys.executable, "-m", f"{__package__}.small", str(given), str(draft)]
         environment = os.environ | SAME_EVERYWHERE | {"PYTHONPATH": os.pathsep.join(sys.path)}
         # Libraries print to stdout; progress and errors are on stderr.
-        status = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
-        if status:
-            raise RuntimeError(f"pretraining ended with exit status {status}; its error stands above")
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
         try:
             draft.rename(folder)
         except OSError:
