@@ -76,12 +76,9 @@ class Results:
         if about != self._about:
             lines.insert(0, json.dumps({"about": about}) + "\n")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self.path.open("ab", buffering=0) as file:
-                file.write("".join(lines).encode())
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
+        with self.path.open("ab", buffering=0) as file:
+            file.write("".join(lines).encode())
+            os.fsync(file.fileno())
         self.records[record["key"]], self._about = record, about
 
     def missing(self, runs: Iterable[Any]) -> list[Any]:

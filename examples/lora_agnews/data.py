@@ -65,8 +65,6 @@ def load(folder: Path | None = None, rows_per_class: Sequence[int] | None = None
 def read_csv(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Read AG News in its original form: rows ``"label","title","description"``, labels 1 to 4, no header."""
     expected = "a label from 1 to 4, a title and a description expected"
-    if not path.is_file():
-        raise SetupError(f"{path}: no such file (rows of {expected} there)")
     texts, labels, line = [], [], 1
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
