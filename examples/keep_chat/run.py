@@ -88,13 +88,17 @@ class Run:
         of_a_machine = "prepared", "model", "about"
         return rounded({name: part for name, part in (named | result).items() if name not in of_a_machine})
 
+    def fresh(self) -> Any:
+        """Return a copy of the model before training."""
+        return copy.deepcopy(_original(self.model, FORMS[self.form].layers, self.device))
+
     def __call__(self) -> dict[str, Any]:
         """Train, and return the measurements."""
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("high")
         form, data = FORMS[self.form], read(self.prepared)
         torch.manual_seed(self.seed)
-        model = adapted(fresh(self.model, form.layers, self.device), self.adapters)
+        model = adapted(self.fresh(), self.adapters)
         found = {} if self.kind == "before" else learn(model, self, form, data)
         if self.kind == "average":  # between the weights before, at 0, and those after training, at 1
             for module in model.modules():
@@ -105,19 +109,13 @@ class Run:
 
             reduce_intruder_dimension(model, logging_sink=None)
         about = origin("keep_chat", texts=self.prepared.stem)  # of this model
-        before = fresh(self.model, form.layers, self.device)
-        return found | measured(model, before, data, self.skill) | {"about": about}
+        return found | measured(model, self.fresh(), data, self.skill) | {"about": about}
 
 
 @lru_cache(maxsize=1)
 def _original(model: str, layers: int, device: str) -> Any:
     found, _ = load(model, device)
     return upper(found, layers) if layers else found
-
-
-def fresh(model: str, layers: int, device: str) -> Any:
-    """Return a copy of the model before training."""
-    return copy.deepcopy(_original(model, layers, device))
 
 
 def learn(model: Any, run: Run, form: Form, data: Prepared) -> dict[str, Any]:
@@ -228,7 +226,7 @@ def penalty(
     """Return what a method adds to the loss of a batch: of kept texts, of outputs, or on the new inputs."""
     model.eval()
     if run.kind == "own":
-        before = fresh(run.model, form.layers, run.device)
+        before = run.fresh()
         return lambda batch: OUTPUTS(model, batch, OUTPUTS.outputs(before, batch)).mean()
     if run.kind == "text":
         batches = drawn(kept, form.drawn, run.seed)
