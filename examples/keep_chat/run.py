@@ -244,12 +244,8 @@ def penalty(
 def drawn(examples: Sequence[Any], size: int, seed: int, shuffled: bool = True) -> Iterator[list[Any]]:
     """Yield examples, `size` at a time; nothing is drawn again before all have been drawn."""
     draw, n = random.Random(seed), len(examples)
-
-    def endless() -> Iterator[Any]:
-        while True:
-            yield from draw.sample(examples, n) if shuffled else examples
-
-    one_by_one = endless()
+    passes = (draw.sample(examples, n) if shuffled else examples for _ in itertools.count())
+    one_by_one = itertools.chain.from_iterable(passes)
     while True:
         yield list(itertools.islice(one_by_one, size))
 
