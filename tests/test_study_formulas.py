@@ -16,7 +16,7 @@ from scipy import stats
 import gemproj
 from examples.common import metrics, tables
 from examples.study import mega
-from examples.study.gpm import SubspaceProjector, grow
+from examples.study.gpm import Subspaces, grow
 
 MATRIX = [  # rows: before training, then after each of three tasks
     [0.25, 0.20, 0.30],
@@ -71,15 +71,15 @@ def test_gradient_projection_memory_is_a_projection(rank):
     """With equalities."""
     torch.manual_seed(0)
     model = torch.nn.Linear(12, 5).double()
-    projector = SubspaceProjector(model, threshold=1.0)
-    inputs = torch.randn(50, rank).double() @ torch.randn(rank, 12).double()
-    projector.remember(lambda: model(inputs))
+    stream = SimpleNamespace(model=model, logits=lambda model, inputs: model(inputs))
+    learner = Subspaces(SimpleNamespace(stream=stream, memory=dict, knob=1.0))
+    learner.end_task(0, torch.randn(50, rank).double() @ torch.randn(rank, 12).double())
     output = model(torch.randn(4, 12, dtype=torch.float64))  # on other inputs than those remembered
     (output.square().sum() + output.sum()).backward()
     dW = model.weight.grad.clone()
-    rows = projector.bases[""].mT
+    rows = learner.bases[""].mT
     assert rows.shape == (rank, 12)
-    projector.project_()
+    learner.constrain(SimpleNamespace(turn=str), None)
     expected = gemproj.project(rows.expand(5, -1, -1), dW, equality=True)
     torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=1e-13)
 

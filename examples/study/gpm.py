@@ -1,34 +1,47 @@
 """Gradient projection memory: weight changes are orthogonal to past inputs of their layer."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from examples.lora_agnews.record import Recorder
 
-class SubspaceProjector:
+from .learners import Learner, Setup
+from .streams import Batch
+
+
+class Subspaces(Learner):
     """Projects gradients of linear layers onto the complement of their past inputs (GPM).
 
     Saha, Garg and Roy (ICLR 2021). A change dW of a weight keeps its output for an input x if ``dW x = 0``.
     So each weight has an orthonormal basis M of the directions with most of the energy of its past inputs,
-    at least a share `threshold`, and ``dW <- dW - dW M M'``. Other parameters are not changed; the paper's
-    networks have no biases. There are no constraint gradients and no dual problem, so GPM is not a method of
-    gemproj.
+    and ``dW <- dW - dW M M'``; `knob` is the least share of the energy. Other parameters are not changed; the
+    paper's networks have no biases. There are no constraint gradients and no dual problem, so GPM is not a
+    method of gemproj.
     """
 
-    def __init__(self, model: nn.Module, threshold: float) -> None:
-        self.threshold = threshold
-        self.layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.layers = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
         self.bases = {name: m.weight.new_empty(m.in_features, 0) for name, m in self.layers.items()}
 
-    def remember(self, forward: Callable[[], Any]) -> None:
-        """Add the subspace of the inputs of each layer in a forward pass, at the end of a task.
+    @torch.no_grad()
+    def constrain(self, record: Recorder, loss: Tensor) -> None:
+        """Remove the component that acts on past inputs from the gradient of every weight."""
+        record.turn("projection")
+        for name, module in self.layers.items():
+            M, dW = self.bases[name], module.weight.grad
+            if dW is not None and M.shape[1]:
+                dW -= (dW @ M) @ M.mT
+
+    @torch.no_grad()
+    def end_task(self, task: int, batch: Batch) -> None:
+        """Add the subspaces of the inputs of this task, on as many examples as other methods store.
 
         The paper's rule adds the fewest singular vectors of the part outside the basis, so that the basis
-        then holds a share `threshold` of the energy.
+        then holds the share of the energy.
         """
         moments: dict[str, Tensor] = {}
 
@@ -37,19 +50,12 @@ class SubspaceProjector:
             x = args[0].flatten(0, -2).double()
             moments[name] = x.mT @ x
 
-        with torch.no_grad(), ExitStack() as hooks:
+        with ExitStack() as hooks:
             for name, module in self.layers.items():
                 hooks.callback(module.register_forward_pre_hook(partial(collect, name)).remove)
-            forward()
-        self.bases |= {name: grow(self.bases[name], C, self.threshold) for name, C in moments.items()}
-
-    @torch.no_grad()
-    def project_(self) -> None:
-        """Remove the component that acts on past inputs from the ``.grad`` of every weight, in place."""
-        for name, module in self.layers.items():
-            M, dW = self.bases[name], module.weight.grad
-            if dW is not None and M.shape[1]:
-                dW -= (dW @ M) @ M.mT
+            self.setup.stream.logits(self.model, batch)
+        self.bases |= {name: grow(self.bases[name], C, self.setup.knob) for name, C in moments.items()}
+        self.kept = list(self.bases.values())
 
 
 def grow(M: Tensor, C: Tensor, threshold: float) -> Tensor:

@@ -17,7 +17,6 @@ from gemproj.torch.data import leaves_of
 from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.step import On
 
-from .gpm import SubspaceProjector
 from .streams import Batch, Stream
 
 if TYPE_CHECKING:  # settings imports this module
@@ -213,21 +212,3 @@ class OneTask(Reference):
         one = tasks[int(torch.randint(len(tasks), (), generator=self.random))]
         order = torch.randperm(len(one["labels"]), generator=self.random)
         return rows(one, order[: self.setup.setting.examples * len(tasks)])
-
-
-class Subspaces(Learner):
-    """GPM: weight changes are orthogonal to past inputs of their layer."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.subspaces = SubspaceProjector(self.model, threshold=setup.knob)
-
-    def constrain(self, record: Recorder, loss: Tensor) -> None:
-        """Project the gradients of the layers."""
-        record.turn("projection")
-        self.subspaces.project_()
-
-    def end_task(self, task: int, batch: Batch) -> None:
-        """Add the inputs of this task, on as many examples as other methods store."""
-        self.subspaces.remember(lambda: self.setup.stream.logits(self.model, batch))
-        self.kept = list(self.subspaces.bases.values())

@@ -9,6 +9,7 @@ from gemproj import PGD
 
 from ..common import colours
 from . import learners
+from .gpm import Subspaces
 from .learners import Learner, Setup
 from .mega import Balanced, mega1, mega2
 from .penalties import EWC, SI
@@ -82,9 +83,7 @@ METHODS = {
     ),
     "ewc": Method("EWC", "no examples", colours.NO_EXAMPLES, EWC, "strength", (1.0, 10.0, 100.0)),
     "si": Method("SI", "no examples", colours.NO_EXAMPLES, SI, "strength", (0.1, 1.0, 10.0)),
-    "gpm": Method(
-        "GPM", "no examples", colours.NO_EXAMPLES, learners.Subspaces, "threshold", (0.8, 0.9, 0.95)
-    ),
+    "gpm": Method("GPM", "no examples", colours.NO_EXAMPLES, Subspaces, "threshold", (0.8, 0.9, 0.95)),
     "agem": Method("A-GEM", "one constraint", colours.AGEM, gem(per="all", method="agem")),
     "sgem": Method("S-GEM", "one constraint", colours.AGEM, learners.OneTask),
     "mega1": Method("MEGA-I", "one constraint", colours.AGEM, partial(Balanced, weights=mega1)),
