@@ -152,20 +152,6 @@ def test_clipping_makes_a_step_shorter_and_turns_it_not(options):
     assert take(model, optimizer, conflict())[1].norm() > 10 * found[1].norm()  # which is not clipped
 
 
-@pytest.mark.parametrize("on", ["gradient", "step", "both"])
-def test_a_correction_moves_parameters_of_a_small_rate_no_farther_than_replay(on):
-    """With SGD, replayed gradients are multiplied by the rate of their parameter."""
-
-    def make(parameters):
-        first, *others = parameters
-        return torch.optim.SGD([{"params": [first], "lr": 1e-4}, {"params": others, "lr": 1e-2}])
-
-    model, optimizer, _ = begin(tasks=[task(1)], make=make, on=on, weight=1.0)
-    loss(model, task(1)).backward()  # the gradient of the kept loss, which it does not violate
-    expected = flat(p.grad * 2.0 * group["lr"] for group in optimizer.param_groups for p in group["params"])
-    torch.testing.assert_close(moved(model, optimizer.step), expected)
-
-
 def test_two_optimizers_of_which_one_is_frozen_in_turn_are_both_projected():
     """As in adversarial training: a step with other frozen parameters is no part of the step before."""
     model = perceptron()
