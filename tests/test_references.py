@@ -43,16 +43,6 @@ def write(*tools, n=6, **options):
     return write_references(*tools, n, **{"tokens": 12, "batch": 4, "progress": False} | options)
 
 
-def test_chat_model():
-    model, words = tools(chat=True)
-    texts = write(model, words)
-    assert len(texts) == 6
-    for one in texts:
-        said = words.decode(one["input_ids"]).split()
-        assert said[0] == "user"  # the template is that of the model
-        assert "assistant" in said
-
-
 @pytest.mark.parametrize("kind", ["llama", "llama with adapters", "bart"])
 def test_other_models(kind):
     model, words = tools(kind.split()[0])
