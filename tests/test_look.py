@@ -413,18 +413,6 @@ def test_the_curvature_of_a_loss_that_curves_alike_in_all_directions_is_learned(
     assert len(errors) > 100
 
 
-def test_with_the_right_curvature_losses_are_exact_up_to_a_projected_step():
-    looked = modelled = 0
-    for step, (keeper, _, error) in enumerate(quadratic(60)):
-        looked = step if error is None else looked
-        if 5 < looked < step and keeper._forecast.known[4] == 0.0:  # the way up to where the model is
-            assert error < 1e-9
-            modelled += 1
-        if step >= 5:
-            keeper._forecast.known[1], keeper._forecast.known[2] = 1.0, 0.0
-    assert modelled > 20
-
-
 class Modelled:
     """Rows after a way of length .1, which has raised each loss by `rise` to first order."""
 
