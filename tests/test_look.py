@@ -345,18 +345,6 @@ def test_auto_may_be_chosen_in_the_middle_of_a_training(before):
     assert_held(worst)
 
 
-def test_a_refused_step_after_a_change_of_sets_leaves_the_next_one_to_look_at_all_sets():
-    training = Training(sets={k: Promise(SAID, tolerance=1e-6) for k in range(2)})  # pressed in every step
-    training.run(5)
-    training.keeper.keep([task(2, 32)], Promise(EACH, tolerance=1.0), name="new")
-    loss(training.model, rival(task(3))).backward()
-    training.model[2].weight.grad[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="not finite"):
-        training.optimizer.step()
-    training.run(3)
-    assert training.keeper.last.names == [0, 1, "new"]
-
-
 def test_after_a_switch_of_adapters_the_next_step_looks_at_the_sets_of_the_new_one():
     training = Training(sets={})
     keeper, model = training.keeper, training.model
