@@ -485,16 +485,6 @@ def test_a_loss_at_its_bound_to_the_printed_digits_is_kept():
         assert keeper.report().kept == keeper.report()["a"].kept == kept
 
 
-def test_a_state_takes_the_place_of_all_statistics():
-    model, optimizer, keeper = begin(EACH, {"a": task(1)}, tolerance=0.01)
-    state = keeper.state_dict()
-    unlearn(model, optimizer, task(1), 2)
-    keeper.load_state_dict(state)
-    assert keeper.logs() == {}
-    assert keeper.history.points() == {}
-    assert keeper.report()["a"].steps == 0
-
-
 def test_a_history_stays_small():
     model, optimizer, keeper = begin(EACH, {"a": task(1)}, tolerance=0.0)
     take(model, optimizer, rival(task(1)))
