@@ -77,15 +77,6 @@ def test_far_from_the_bound_few_steps_look_and_all_are_those_without_a_keeper(of
     assert (line.steps, line.looks) == (150, len(looks))
 
 
-def test_no_more_than_64_steps_are_between_two_looks():
-    auto = Training(rate=1e-6, sets={0: Promise(SAID, tolerance=100.0)})
-    auto.run(300)
-    looks = auto.looks()
-    apart = [b - a for a, b in zip(looks, [*looks[1:], 300], strict=True)]
-    assert max(apart) == MOST
-    assert apart.count(MOST) > 1
-
-
 # --- what is promised ----------------------------------------------------------------------------
 
 
