@@ -263,8 +263,10 @@ def test_distillation_with_labels_is_a_sum():
     labels, alone = CrossEntropy(given), Distillation(given)
     loss = Distillation(given, labels=labels, weight=0.25)
     stored = loss.outputs(BEFORE, BATCH)
-    expected = alone(NOW, BATCH, stored) + 0.25 * labels(NOW, BATCH)
-    torch.testing.assert_close(loss(NOW, BATCH, stored), expected)
+    now = NOW.clone().requires_grad_()
+    both = loss(now, BATCH, stored), alone(now, BATCH, stored) + 0.25 * labels(now, BATCH)
+    torch.testing.assert_close(*both)
+    torch.testing.assert_close(*(torch.autograd.grad(one.sum(), now) for one in both))
 
 
 def test_the_mask_may_be_anywhere():
