@@ -193,18 +193,6 @@ def test_a_copy_has_nothing_of_a_training(kind, tmp_path):
     assert "not known, as another adapter is active, or the keeper has no model" in str(other.report())
 
 
-@pytest.mark.parametrize("kind", CALLBACKS)
-def test_what_is_kept_before_training_waits_for_it(kind, tmp_path):
-    driver = kind(tmp_path)
-    driver.keep(batches(0), name="a", limit=5)
-    assert not driver.keeper.sets
-    driver.train(batches(1))
-    assert len(driver.keeper.sets["a"]) == 5
-    driver.train(batches(1))
-    assert len(driver.keeper.sets["a"]) == 5
-    assert driver.keeper.report()["a"].steps == 6
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # inside of Lightning
 @pytest.mark.parametrize("kind", [Accelerate, *CALLBACKS])
 def test_a_training_that_protects_nothing_says_so(kind, tmp_path):
