@@ -39,7 +39,7 @@ def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 10_000,
+    steps: Annotated[int, typer.Option(min=(WARM + 1) * EACH, help="Training steps.")] = 10_000,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:
     """Train, print resident memory and the number of objects, and exit with 1 if memory grows."""

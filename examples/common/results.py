@@ -47,7 +47,8 @@ class Results:
                     codes[found["key"]] = self._about.get("code", {})
             except (ValueError, KeyError, TypeError) as error:
                 raise SetupError(
-                    f"{path}, line {number} is damaged ({error!r}); remove it, and its run is done again"
+                    f"{path}, line {number} is damaged ({error!r}); remove it, and its run is done again, or "
+                    "the file, if the line is about all runs"
                 ) from None
         changed = [{name for name in code if CODE.get(name) != code[name]} for code in codes.values()]
         if any(changed):

@@ -51,7 +51,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--model", default="smollm2", help="a folder, or a name on the hub, of a chat model")
     found.add_argument("--data", type=Path, help="folder with AG News' train.csv, by default $AGNEWS_DIR")
     found.add_argument("--instructions", type=Path, help="file of tasks, for the skill 'sequence'")
-    found.add_argument("--abilities", type=Path, help="file of multiple choice, to be measured as well")
+    found.add_argument(
+        "--abilities",
+        type=Path,
+        help="file of multiple choice, to be measured as well: for the tables, 40 questions each of "
+        "movie_recommendation, phrase_relatedness and similarities_abstraction of BIG-bench",
+    )
     found.add_argument("--skills", default="news,capitals", help=f"separated by commas: {', '.join(SKILLS)}")
     found.add_argument(
         "--methods",
