@@ -75,10 +75,9 @@ def error_bound(
     bound += step
     if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # x = 0 is feasible
         x, much = a + A @ inside, 1.0 + float(np.abs(inside).sum())
-        square, lost = float(x @ x) - 2.0 * float(h @ inside), 0.0 if of_rows else rounding * much * much
-        length = (
-            math.sqrt(max(0.0, square) + lost) + float(np.linalg.norm(A @ (lam - inside))) + rounding * much
-        )
+        lost = 0.0 if of_rows else rounding * much * much
+        square = max(0.0, float(x @ x) - 2.0 * float(h @ inside)) + lost
+        length = math.sqrt(square) + float(np.linalg.norm(A @ (lam - inside))) + rounding * much
         bound = min(bound, length)
     return size * bound + fixed
 

@@ -130,7 +130,8 @@ def solve(
         if of_gram:
             unit, a, apart = np.zeros((t, t)), np.zeros(t), np.zeros(t)
             rank = from_gram(given, linear[p], norm, right, resolves, unit, a, apart)
-            unit, a = unit[:, :rank].copy(), a[:rank].copy()
+            if rank < t:
+                unit, a = unit[:, :rank].copy(), a[:rank].copy()
         else:
             unit, a = np.zeros(given.shape), linear[p].copy()
             of_norm_one(given, norm, right, unit)

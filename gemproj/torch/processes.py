@@ -48,9 +48,8 @@ class Processes:
             )
         self._device, self.collective, self._plain = device, collective, plain
         self.group: Any = group
-        self.rank, self.world = (
-            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        )
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
         self._divisor = self.world if collective and averaged else 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Processes:

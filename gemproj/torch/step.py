@@ -122,7 +122,6 @@ class Terms:
         if not isinstance(gram.b, Tensor):
             excess, losses = to_numpy(excess), to_numpy(losses)
         eps, none = torch.finfo(rows.vector.dtype).eps, xp.isnan(self.tolerance)
-        noise = rounding_of(losses, rows.vector.dtype)
         none = none | ((excess > 0.0) & (excess <= rounding_of(losses, rows.vector.dtype, self.unit)))
         excess = xp.where(none, xp.zeros_like(excess), excess)
         norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
@@ -135,7 +134,8 @@ class Terms:
             return h
         # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient. If
         # the row of such a loss is below the rounding error of g, a low h makes the row inactive.
-        near = self.compared & (abs(losses) <= noise) & (unit * norms <= _NOISE * eps * size)
+        zero = abs(losses) <= rounding_of(losses, rows.vector.dtype)
+        near = self.compared & zero & (unit * norms <= _NOISE * eps * size)
         return xp.where(near, -norms * size, h)
 
 
