@@ -252,6 +252,8 @@ def main(
         raise typer.BadParameter("a part of the tables does not replace docs/results; name a folder: --out")
     out = RESULTS if out is None else out
     if draw:
+        if not (out / "accuracy-details.md").is_file():
+            raise typer.BadParameter(f"{out} has no accuracy-details.md to draw")
         picture((out / "accuracy-details.md").read_text(encoding="utf-8"), out / "accuracy.png")
         return
     asked = pick(SOLVERS, solvers)

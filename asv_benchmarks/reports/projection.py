@@ -123,10 +123,13 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
 ) -> None:
     """Time one projection with every method and every published recipe."""
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in t.split(",")]
+    if min(*counts, d) < 1:
+        raise typer.BadParameter(f"t and d must be at least 1, and t numbers like 1,2,9; found {t!r} and {d}")
 
     def parts() -> Iterator[object]:
         yield f"d = {d:,}, float32. {describe()}\n\n{NOTE}\n"
-        for count in map(int, t.split(",")):
+        for count in counts:
             yield compare(count, d, seconds)
         yield sizes(seconds, d)
         yield from small(seconds)
