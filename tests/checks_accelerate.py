@@ -9,7 +9,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from frameworks import forget_accelerate
-from models import flat, loss, perceptron, rival, rows, task
+from loops import flat, rows
+from models import loss, perceptron, rival, task
 from processes import check, gathered
 from torch.utils.data import DataLoader
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks_training import fsdp
-from models import BOTH, EACH, begin, flat, loss, protect, task
+from loops import begin, flat, protect
+from models import BOTH, EACH, loss, task
 from models import perceptron as net
 from processes import alone, check, expect, share
 from torch import nn

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from frameworks import Lightning, Plain, Transformers, batches, forget_accelerate
-from models import flat, language_model, tokenizer
+from loops import flat
+from models import language_model, tokenizer
 from processes import alone, check, gathered, same_everywhere, share
 from test_examples import gained
 from torch.distributed.fsdp import fully_shard

@@ -8,25 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks_training import fsdp
-from models import (
-    EACH,
-    SAID,
-    begin,
-    cosines,
-    flat,
-    gradient,
-    loss,
-    moved,
-    protect,
-    rival,
-    sgd,
-    take,
-    task,
-    through_a_file,
-    whole,
-)
+from loops import begin, cosines, flat, gradient, moved, protect, sgd, take, through_a_file, whole
+from loops import rows as expected_rows
+from models import EACH, SAID, loss, rival, task
 from models import perceptron as net
-from models import rows as expected_rows
 from processes import all_reduces, alone, check, everything, gathered, same_everywhere, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from models import BOTH, EACH, SAID, flat, loss, protect, rival, sgd, take, task, trainable
+from loops import flat, protect, sgd, take, trainable
+from models import BOTH, EACH, SAID, loss, rival, task
 from models import perceptron as net
 from processes import alone, check, everything, learn, once, same_everywhere, share
 from torch import nn

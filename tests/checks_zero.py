@@ -15,7 +15,8 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs
 from deepspeed.utils import safe_get_full_fp32_param
 from frameworks import CLIP, Net, Transformers, batches, forget_accelerate
-from models import BOTH, EACH, begin, flat, loss, perceptron, rival, take, task
+from loops import begin, flat, take
+from models import BOTH, EACH, loss, perceptron, rival, task
 from processes import alone, check, learn, same_everywhere, share
 
 import gemproj.torch

@@ -12,7 +12,8 @@ from inspect import signature
 
 import pytest
 import torch
-from models import perceptron, rival, task, trainable
+from loops import trainable
+from models import perceptron, rival, task
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 

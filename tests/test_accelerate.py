@@ -12,7 +12,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from frameworks import Accelerate, Net, batches
-from models import sgd
+from loops import sgd
 
 import gemproj.torch
 from gemproj.integrations.accelerate import Keeper

@@ -13,7 +13,7 @@ import_avalanche()
 
 from avalanche.models import MultiHeadClassifier, MultiTaskModule  # noqa: E402
 from avalanche.training import plugins as theirs  # noqa: E402
-from models import flat  # noqa: E402
+from loops import flat  # noqa: E402
 
 from gemproj import GEM2017  # noqa: E402
 from gemproj.integrations.avalanche import KeeperPlugin  # noqa: E402

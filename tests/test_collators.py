@@ -7,7 +7,8 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 import models  # noqa: E402
-from models import begin, language_model, through_a_file  # noqa: E402
+from loops import begin, through_a_file  # noqa: E402
+from models import language_model  # noqa: E402
 
 from gemproj.torch import Promise  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402

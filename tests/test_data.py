@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import EACH, SAID, begin, language_model, perceptron, take, task
+from loops import begin, take
+from models import EACH, SAID, language_model, perceptron, task
 from models import loss as mean_loss
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence

@@ -20,7 +20,8 @@ from frameworks import (
     adamw,
     batches,
 )
-from models import EACH, adapted, assert_same_weights, flat, logits, perceptron
+from loops import assert_same_weights, flat
+from models import EACH, adapted, logits, perceptron
 from models import loss as mean_loss
 from torch.utils._pytree import tree_leaves
 

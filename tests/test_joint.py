@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from models import EACH, SAID, Quantised, adapted, begin, language_model, logits, loss, take, task
+from loops import begin, take
+from models import EACH, SAID, Quantised, adapted, language_model, logits, loss, task
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

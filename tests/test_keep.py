@@ -11,24 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import (
-    EACH,
-    SAID,
-    begin,
-    flat,
-    logits,
-    loss,
-    perceptron,
-    rival,
-    sgd,
-    take,
-    task,
-    through_a_file,
-    unlearn,
-)
+from loops import begin, flat, sgd, take, through_a_file, unlearn
+from models import EACH, SAID, logits, loss, perceptron, rival, task
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.keep import undisturbed
@@ -104,6 +91,9 @@ def scaled(factor, model, batch):
     return factor * EACH(model, batch)
 
 
+ALIKE = [Scaled([1.0]), Scaled([1.0])]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -112,6 +102,7 @@ def scaled(factor, model, batch):
         lambda k: partial(scaled, k),
         lambda k: partial(scaled, factor=torch.full((2,), k)),
         lambda k: Scaled([1.0, k]),
+        lambda k: ALIKE[k - 1].__call__,  # the same object has the same method
         lambda k: lambda model, batch: scaled(k, model, batch),
         lambda k: lambda model, batch, k=k: scaled(k, model, batch),
     ],
@@ -122,16 +113,10 @@ def test_losses_are_equal_if_they_were_made_alike(make):
 
 
 def test_losses_of_others_may_have_a_state_and_stay_those_of_their_sets():
-    losses, keeper = [Scaled([1.0]), Scaled([1.0])], begin()[2]
-    for own in losses:
+    keeper = begin()[2]
+    for own in ALIKE:
         keeper.keep([task(0)], own)
-    assert [kept.promise.loss for kept in keeper.sets.values()] == losses
-
-
-def test_a_method_is_equal_to_that_of_the_same_object():
-    one, other = Scaled([1.0]), Scaled([1.0])
-    assert alike(one.__call__, one.__call__)
-    assert not alike(one.__call__, other.__call__)
+    assert [kept.promise.loss for kept in keeper.sets.values()] == ALIKE
 
 
 def test_the_set_of_an_adapter_grows_and_is_scored_under_this_adapter():
@@ -629,16 +614,6 @@ def test_a_loader_that_is_kept_changes_nothing_of_a_training_that_only_watches(o
     assert torch.equal(train(False), train(True))
 
 
-class Drawn(Dataset):
-    """Points that are drawn when they are read."""
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, k):
-        return torch.randn(6, dtype=torch.float64), k % 3
-
-
 def test_the_order_that_accelerate_draws_for_several_processes_stays():
     loader = DataLoader([0])
     loader.synchronized_generator = torch.Generator()
@@ -646,25 +621,6 @@ def test_the_order_that_accelerate_draws_for_several_processes_stays():
     with undisturbed(loader):
         torch.rand(1, generator=loader.synchronized_generator)
     assert torch.equal(loader.synchronized_generator.get_state(), before)
-
-
-def test_a_data_set_that_draws_at_random_leaves_what_a_training_draws():
-    _, _, keeper = begin(EACH)
-    before = torch.get_rng_state()
-    keeper.keep(Drawn())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("on", ["gradient", "both"])
-def test_what_only_watches_gives_no_parameter_a_gradient(on):
-    model, optimizer, keeper = begin(EACH, [task(0)], project=False, on=on)
-    loss(model, rival(task(0))).backward()
-    model[0].weight.grad = None
-    before = model[0].weight.detach().clone()
-    optimizer.step()
-    assert keeper.last.num_violated == 1
-    assert model[0].weight.grad is None
-    assert torch.equal(model[0].weight, before)
 
 
 # --- states -----------------------------------------------------------------------------------------

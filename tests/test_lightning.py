@@ -17,7 +17,8 @@ from frameworks import WINDOW, Lightning, LightningByHand, Net, batches
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from models import EACH, SAID, assert_same_weights, loss, perceptron, sgd
+from loops import assert_same_weights, sgd
+from models import EACH, SAID, loss, perceptron
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import EACH, SAID, begin, flat, loss, perceptron, rival, sgd, take, task, through_a_file
+from loops import begin, flat, sgd, take, through_a_file
+from models import EACH, SAID, loss, perceptron, rival, task
 from torch import nn
 
 from gemproj.torch import Keeper, Promise

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import EACH, begin, perceptron, take, task, through_a_file
+from loops import begin, take, through_a_file
+from models import EACH, perceptron, task
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 

@@ -6,31 +6,25 @@ from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 
-import models
+import loops
 import numpy as np
 import pytest
 import torch
 from devices import cpu_as_device
-from models import (
-    BOTH,
-    EACH,
-    SAID,
+from loops import (
     adam_weights,
     cosines,
     flat,
     gradient,
-    loss,
     moved,
-    perceptron,
     protect,
-    rival,
     rows,
     sgd,
     take,
-    task,
     through_a_file,
     unlearn,
 )
+from models import BOTH, EACH, SAID, loss, perceptron, rival, task
 from torch.utils.data import default_collate
 
 from gemproj import project, solve_dual
@@ -59,7 +53,7 @@ def learned(n=24, dtype=torch.float64):
 def begin(promised=loss, *more, rate=0.05, make=torch.optim.SGD, n=24, dtype=torch.float64, **options):
     """Return a model that has learned a task, its optimizer, a keeper of this task and of more, and the task."""
     model, batch = learned(n, dtype)
-    return *models.begin(promised, [batch, *more], model=model, make=partial(make, lr=rate), **options), batch
+    return *loops.begin(promised, [batch, *more], model=model, make=partial(make, lr=rate), **options), batch
 
 
 def give(model, g):
@@ -234,7 +228,7 @@ def rise_of_a_weight(where, g, excess=0.0, **options):
     model = torch.nn.Linear(1, 1, bias=False).double()
     with where():
         given = {"model": model, "make": partial(sgd, rate=0.5)} | options
-        _, optimizer, keeper = models.begin(lambda m, x: m(x)[:, 0], [torch.ones(4, 1).double()], **given)
+        _, optimizer, keeper = loops.begin(lambda m, x: m(x)[:, 0], [torch.ones(4, 1).double()], **given)
         keeper.sets[0].losses -= excess
         give(model, torch.tensor([g]).double())
         return -moved(model, optimizer.step).item()
@@ -289,7 +283,7 @@ def test_sets_that_oppose_each_other_ask_for_no_long_step(angle, text, on):
     rows = torch.tensor([[1.0, 0.0], [np.cos(far), np.sin(far)]], dtype=torch.float64)
     model, tasks = torch.nn.Linear(2, 1, bias=False).double(), {f"set {k}": rows[k][None] for k in range(2)}
     tasks["far"] = torch.tensor([[0.0, 1.0]]).double()
-    _, optimizer, keeper = models.begin(lambda m, x: m(x)[:, 0], tasks, model=model, on=on, tolerance=0.0)
+    _, optimizer, keeper = loops.begin(lambda m, x: m(x)[:, 0], tasks, model=model, on=on, tolerance=0.0)
     for name, kept in keeper.sets.items():
         kept.losses += 1.0 if name == "far" else -1.0
     give(model, torch.tensor([-1.0, -1.0]).double())
@@ -307,7 +301,7 @@ def test_float16_with_a_small_rate(on):
     """Adam's metric, divided by the rate, is beyond float16."""
     model, make = torch.nn.Linear(4, 2).half(), partial(torch.optim.AdamW, lr=1e-6, eps=1e-4)
     given = {"model": model, "make": make, "on": on}
-    _, optimizer, keeper = models.begin(lambda m, x: m(x)[:, 0], [torch.ones(4, 4).half()], **given)
+    _, optimizer, keeper = loops.begin(lambda m, x: m(x)[:, 0], [torch.ones(4, 4).half()], **given)
     (-10.0 * model(torch.ones(1, 4).half())).sum().backward()
     optimizer.step()
     assert keeper.report()[0].steps == 1
@@ -362,12 +356,12 @@ def test_no_optimizer_moves_what_is_frozen(since, order):
 def test_a_promise_that_no_step_would_break_moves_nothing(on):
     """Not by weight decay or momentum either, of weights that the training would leave alone."""
     heads = torch.nn.ModuleList([torch.nn.Linear(6, 3).double(), torch.nn.Linear(6, 3).double()])
-    _, optimizer, keeper = models.begin(
+    _, optimizer, keeper = loops.begin(
         lambda m, b: EACH(m[0], b), [task(1)], model=heads, make=torch.optim.AdamW, on=on
     )
     before = flat(heads[0])
     for _ in range(3):
-        models.take(heads[1], optimizer, task(2))
+        loops.take(heads[1], optimizer, task(2))
     assert torch.equal(flat(heads[0]), before)
     assert keeper.report()[0].steps == 3
 
@@ -392,7 +386,7 @@ def test_rows_are_the_means_of_drawn_examples():
 def test_hundreds_of_equalities():
     model, batch = learned(200)
     make, every = partial(torch.optim.Adam, lr=0.01), [*zip(*(leaf.split(1) for leaf in batch), strict=True)]
-    _, optimizer, _ = models.begin(loss, every, model=model, make=make, equal=True, on="both")
+    _, optimizer, _ = loops.begin(loss, every, model=model, make=make, equal=True, on="both")
     G = rows(model, every)
     _, step = take(model, optimizer, rival(batch))
     # More rows than parameters, and directions are left: outputs depend on differences of logits only.

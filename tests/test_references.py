@@ -7,29 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from frameworks import QUIET
+from loops import begin, flat, through_a_file
+from models import adapted, language_model, logits, perceptron, rival, task, tokenizer
 from torch.utils.data import default_collate
 
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.references import _Writer, write_references
-from tests.frameworks import QUIET
-from tests.models import (
-    adapted,
-    begin,
-    flat,
-    language_model,
-    logits,
-    perceptron,
-    rival,
-    task,
-    through_a_file,
-    tokenizer,
-)
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <end> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
 )
+BATCH = {"input_ids": 2 + 5 * torch.arange(18).view(3, 6) % 17, "attention_mask": torch.ones(3, 6).long()}
 WORDS = [*(f"w{k}" for k in range(16)), "user", "assistant"]
 
 
@@ -78,17 +69,6 @@ def test_only_the_device_of_the_model_is_touched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"{device} was read"))
     write(*tools())
-
-
-def test_cache(tmp_path, monkeypatch):
-    model, words = tools()
-    first = write(model, words, cache=tmp_path)
-    monkeypatch.setattr(type(model), "generate", lambda *args, **options: pytest.fail("texts were written"))
-    assert write(model, words, cache=tmp_path) == first
-    monkeypatch.undo()
-    with torch.no_grad():
-        model.lm_head.weight[5:9].mul_(0.5)
-    assert write(model, words, cache=tmp_path) != first  # another model
 
 
 def test_keys_of_the_cache():
@@ -145,9 +125,12 @@ def test_texts_fit_the_positions_of_the_model(chat):
     assert max(lengths) <= 32
 
 
-def test_a_cache_that_cannot_be_read_or_written_stops_nothing(tmp_path, monkeypatch):
+def test_texts_come_from_a_cache_and_one_that_is_of_no_use_stops_nothing(tmp_path, monkeypatch):
     model, words = tools()
     first = write(model, words, cache=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "generate", lambda *args, **options: pytest.fail("texts were written"))
+        assert write(model, words, cache=tmp_path) == first
     (file,) = tmp_path.iterdir()
     whole = file.read_text()
     for damaged in (whole[:20], "", "null", "{}", "[1, 2]", "[{}, {}, {}, {}, {}, {}]"):
@@ -391,11 +374,10 @@ def test_teacher_without_adapters():
     model, _ = tools()
     base = language_model("llama", max_position_embeddings=64)
     model = adapted(model, target_modules=["q_proj", "v_proj"])
-    batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
     stored, taught = Distillation(), Distillation(teacher="base")
-    assert taught.outputs(model, batch) is None
-    expected = stored(model, batch, stored.outputs(base, batch))
-    torch.testing.assert_close(taught(model, batch), expected)
+    assert taught.outputs(model, BATCH) is None
+    expected = stored(model, BATCH, stored.outputs(base, BATCH))
+    torch.testing.assert_close(taught(model, BATCH), expected)
     assert expected.min() > 1e-4
     for name, p in model.named_parameters():
         p.requires_grad_("lora_B" in name)
@@ -403,19 +385,19 @@ def test_teacher_without_adapters():
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     keeper = Keeper(model, optimizer)
     apart = expected.mean().item()
-    keeper.keep([batch], Promise(taught, tolerance=0.5 * apart), name="chat")
+    keeper.keep([BATCH], Promise(taught, tolerance=0.5 * apart), name="chat")
     assert keeper.sets["chat"].outputs == []
     line = keeper.report()["chat"]  # the adapters are far from it already
     assert (line.stored, line.bound, line.kept) == (0.0, pytest.approx(0.5 * apart), False)
     assert line.now == pytest.approx(apart, rel=1e-5)
     with pytest.warns(UserWarning, match="keeps what the model says with its adapters, .* nats from what it"):
-        keeper.keep([batch], Promise(stored, tolerance=0.5 * apart), name="with adapters")
+        keeper.keep([BATCH], Promise(stored, tolerance=0.5 * apart), name="with adapters")
     both = Distillation(labels=CrossEntropy(shift=True))  # of which only the divergence is compared
-    keeper.keep([batch | {"labels": batch["input_ids"]}], Promise(both, tolerance=2.0 * apart), name="nearer")
+    keeper.keep([BATCH | {"labels": BATCH["input_ids"]}], Promise(both, tolerance=2.0 * apart), name="nearer")
     keeper.forget("with adapters")
     keeper.forget("nearer")
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
-    model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
+    model(input_ids=BATCH["input_ids"], labels=BATCH["input_ids"]).loss.backward()
     optimizer.step()
     assert keeper.last.names == ["chat"]
     with pytest.raises(TypeError, match="needs a model of peft"):
@@ -428,11 +410,10 @@ def test_a_promise_about_a_teacher_is_one_for_every_adapter():
     held = [p for name, p in model.named_parameters() if "lora" in name]
     optimizer = torch.optim.AdamW([p.requires_grad_() for p in held], lr=1e-3)
     keeper = Keeper(model, optimizer, Promise(Distillation(teacher="base"), tolerance=0.0))
-    batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
-    keeper.keep([batch], name="chat")
+    keeper.keep([BATCH], name="chat")
     model.set_adapter("b")
-    keeper.keep([batch], name="chat")
-    model(**batch, labels=batch["input_ids"]).loss.backward()
+    keeper.keep([BATCH], name="chat")
+    model(**BATCH, labels=BATCH["input_ids"]).loss.backward()
     optimizer.step()
     assert (len(keeper.sets["chat"]), keeper.last.names) == (6, ["chat"])
     assert keeper.report()["chat"].kept is not None
@@ -447,23 +428,21 @@ def test_a_base_from_which_adapters_were_subtracted_is_no_teacher(init, recwarn)
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     keeper = Keeper(model, optimizer)
-    batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
-    keeper.keep([batch], Promise(Distillation(), tolerance=1e-9))
+    keeper.keep([BATCH], Promise(Distillation(), tolerance=1e-9))
     assert not [one for one in recwarn if "without its adapters" in str(one.message)]
     with pytest.raises(ValueError, match=f"init_lora_weights='{init}' has subtracted them"):
-        keeper.keep([batch], Promise(Distillation(teacher="base")))
+        keeper.keep([BATCH], Promise(Distillation(teacher="base")))
 
 
 def test_adapters_that_are_put_into_a_model_are_kept_with_it():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
     model = peft.inject_adapter_in_model(config, tools()[0])
-    batch = {"input_ids": torch.randint(2, 20, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
     trained = [p for name, p in model.named_parameters() if "lora_" in name]
     for p in model.parameters():
         p.requires_grad_(any(p is one for one in trained))
     keeper = Keeper(model, torch.optim.AdamW(trained))
-    keeper.keep([batch], Promise(Distillation(), tolerance=1e-9), name="chat")
+    keeper.keep([BATCH], Promise(Distillation(), tolerance=1e-9), name="chat")
     assert len(keeper.sets["chat"].outputs) == 3
 
 

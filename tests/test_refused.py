@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import EACH, SAID, begin, logits, loss, perceptron, sgd, task
+from loops import begin, sgd
+from models import EACH, SAID, logits, loss, perceptron, task
 
 from gemproj import project
 from gemproj.torch import Keeper, Promise, rows

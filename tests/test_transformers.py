@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from frameworks import CLIP, QUIET, BreakingOff, Transformers, batches
-from models import adapted, flat, language_model, sgd, tokenizer
+from loops import flat, sgd
+from models import adapted, language_model, tokenizer
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -360,11 +361,6 @@ def test_an_encoder_decoder_reads_one_text_and_says_another():
             made.of([wrong])[0][0]
 
 
-def test_a_generator_of_batches_is_kept_to_its_first_one(tmp_path):
-    keeper, _ = kept_by((batch for batch in Stream()), tmp_path)
-    assert len(keeper.sets["kept"]) == 12
-
-
 class Stream(torch.utils.data.IterableDataset):
     """Batches without a length."""
 
@@ -375,6 +371,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 def test_streams_are_kept_and_examples_that_the_collator_does_not_take_are_named(tmp_path):
     assert len(kept_by(DataLoader(Stream(), batch_size=None), tmp_path, limit=8)[0].sets["kept"]) == 8
+    # A generator of batches, of which one is looked at.
+    assert len(kept_by((batch for batch in Stream()), tmp_path)[0].sets["kept"]) == 12
     for asked in ({"instruction": "red", "output": " blue"}, {"sentence": "red", "label": 1}):
         told = f"makes no batch of examples with {', '.join(asked)}: .* Pass .* prompt and completion, chosen"
         with pytest.raises(ValueError, match=told):

@@ -9,7 +9,8 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from frameworks import QUIET
-from models import flat, language_model, tokenizer
+from loops import flat
+from models import language_model, tokenizer
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
