@@ -309,6 +309,10 @@ class LightningByHand(Lightning):
     manual = True
 
 
+LOOPS = [Accelerate, Transformers, Lightning, LightningByHand]
+CALLBACKS = [Transformers, Lightning]
+
+
 class Avalanche(Driver):
     """Its strategies do not accumulate, and the plugin keeps patterns of its own choice, by default all."""
 

@@ -6,20 +6,7 @@ import sys
 
 import pytest
 import torch
-from frameworks import (
-    ALL,
-    CLIP,
-    Accelerate,
-    Avalanche,
-    BreakingOff,
-    Lightning,
-    LightningByHand,
-    Net,
-    Plain,
-    Transformers,
-    adamw,
-    batches,
-)
+from frameworks import ALL, CALLBACKS, CLIP, LOOPS, Avalanche, BreakingOff, Net, Plain, adamw, batches
 from loops import assert_same_weights, flat
 from models import EACH, adapted, logits, perceptron
 from models import loss as mean_loss
@@ -31,8 +18,6 @@ from gemproj.torch.losses import Distillation, model_loss
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
-LOOPS = [Accelerate, Transformers, Lightning, LightningByHand]
-CALLBACKS = [Transformers, Lightning]
 loops = pytest.mark.parametrize("kind", LOOPS)
 
 
@@ -192,13 +177,6 @@ def test_a_copy_has_nothing_of_a_training(kind, tmp_path):
     assert str(other.history.state_dict()) == str(driver.keeper.history.state_dict())
     assert not other.report().kept
     assert "not known, as another adapter is active, or the keeper has no model" in str(other.report())
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # inside of Lightning
-@pytest.mark.parametrize("kind", [Accelerate, *CALLBACKS])
-def test_a_training_that_protects_nothing_says_so(kind, tmp_path):
-    with pytest.warns(UserWarning, match="0 sets kept: this run protects nothing"):
-        kind(tmp_path, None).train(batches(0))
 
 
 # --- checkpoints --------------------------------------------------------------------------------

@@ -120,13 +120,15 @@ def test_losses_of_others_may_have_a_state_and_stay_those_of_their_sets():
 
 
 def test_the_set_of_an_adapter_grows_and_is_scored_under_this_adapter():
-    model, _, keeper = begin(EACH, tolerance=0.1)
+    model, optimizer, keeper = begin(EACH, tolerance=0.1)
     model.active_adapter = "one"
     keeper.keep([task(0)], name="a", hold_out=0.25)
+    take(model, optimizer, task(1))
     model.active_adapter = "two"
     with pytest.raises(ValueError, match="'a' were kept with adapter 'one', and 'two' is active"):
         keeper.keep([task(1)], name="a")
     assert keeper.report()["a"].held_out is None
+    assert "No verdict on unseen examples" not in repr(keeper.report())  # there will be one
     model.active_adapter = "one"
     assert keeper.report()["a"].held_out is not None
 
@@ -165,21 +167,6 @@ def test_examples_without_a_label_are_left_out_and_counted(promised, options):
     with pytest.raises(ValueError, match="No example of 'b' has a label"):
         keeper.keep([batch], name="b")
     assert list(keeper.sets) == ["a"]
-
-
-def test_the_classes_that_are_stored_do_not_depend_on_the_state_of_random_numbers():
-    many, found = torch.nn.Linear(6, 1001, dtype=torch.float64), []
-    said = Distillation(lambda model, batch: model(batch[0]))
-    for k in range(2):
-        torch.manual_seed(k)
-        random = torch.get_rng_state()
-        found.append([*said.outputs(many, task(0))[1]])
-        assert torch.equal(torch.get_rng_state(), random)
-        _, _, keeper = begin(said, {"a": task(0)}, model=many)
-        found.append([classes for _, classes in keeper.sets["a"].outputs])
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
-    assert not torch.equal(found[0][0][32:], found[0][1][32:])  # each example has its own
 
 
 def test_a_training_that_the_keeper_does_not_see_is_told_at_the_next_keep():
@@ -241,15 +228,6 @@ def test_an_error_of_a_loss_tells_the_shapes_of_its_examples(wrong):
     with pytest.raises((TypeError, ValueError)) as caught:
         begin(wrong, [task(0)])
     assert "[0] Tensor (12, 6) torch.float64, [1] Tensor (12,)" in "".join(caught.value.__notes__)
-
-
-@pytest.mark.parametrize("right", [loss, EACH, lambda m, b: loss(m, b).reshape(1)])
-def test_a_loss_is_a_number_or_one_for_each_example(right):
-    keeper = begin(right)[2]
-    for n in (12, 1):
-        keeper.keep([task(0, n)], name=n)
-        plain = loss(keeper._training.model, task(0, n)).item()
-        assert keeper.report()[n].stored == pytest.approx(plain)
 
 
 def squared(model, batch):
@@ -515,9 +493,8 @@ def test_a_set_that_grows_keeps_its_line():
 
 
 def test_small_losses_are_judged_by_their_tolerance():
-    model, optimizer, keeper = begin(
-        lambda *given: 1e-9 * EACH(*given), [task(1)], tolerance=1e-10, project=False
-    )
+    small = Promise(lambda *given: 1e-9 * EACH(*given), tolerance=1e-10)
+    model, optimizer, keeper = begin(small, [task(1)], project=False)
     assert keeper.report().kept
     unlearn(model, optimizer, task(1), 20)
     line = keeper.report()[0]
@@ -741,11 +718,8 @@ def test_attention_over_padding_is_judged_as_it_was_kept():
 
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 1)
-    x, y, padding = (
-        torch.randn(8, 5, 16),
-        torch.arange(8),
-        torch.arange(5)[None] >= 1 + torch.arange(8)[:, None],
-    )
+    x, y = torch.randn(8, 5, 16), torch.arange(8)
+    padding = torch.arange(5)[None] >= 1 + y[:, None]
     _, _, keeper = begin(each, [(x, y, padding)], model=model)
     line = keeper.report()[0]
     assert line.now == pytest.approx(line.stored, rel=1e-5)

@@ -11,19 +11,7 @@ import numpy as np
 import pytest
 import torch
 from devices import cpu_as_device
-from loops import (
-    adam_weights,
-    cosines,
-    flat,
-    gradient,
-    moved,
-    protect,
-    rows,
-    sgd,
-    take,
-    through_a_file,
-    unlearn,
-)
+from loops import adam_weights, cosines, flat, gradient, moved, rows, sgd, take, through_a_file, unlearn
 from models import BOTH, EACH, SAID, loss, perceptron, rival, task
 from torch.utils.data import default_collate
 
@@ -31,7 +19,6 @@ from gemproj import project, solve_dual
 from gemproj._tspace import Gram
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import Distillation
-from gemproj.torch.promise import as_promise
 from gemproj.torch.step import Terms
 
 
@@ -145,7 +132,7 @@ class Twins:
             self.optimizer.param_groups[1]["lr"] *= 0.5
         for one in (self.optimizer, self.other):  # hooks may drop gradients in a step
             one.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
-        self.keeper = protect(self.model, self.optimizer, on=on)
+        self.keeper = loops.protect(self.model, self.optimizer, on=on)
         self.losses = []
         for batch, one in zip(SETS, promises, strict=False):
             self.keeper.keep([batch], one)
@@ -405,16 +392,6 @@ def test_the_rounding_of_a_loss_is_no_excess(excess, active):
     assert keeper.last.num_active == active
 
 
-def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():
-    """Where the divergence from the outputs is rounding, and its gradient too, nothing is to be repaired."""
-    model, optimizer, keeper, batch = begin(SAID, dtype=torch.float32, rate=0.1, tolerance=0.0)
-    keeper.sets[0].losses -= 1e-7
-    g, step = take(model, optimizer, batch)
-    assert keeper.last.excess > 0
-    # At most the component along one row of noise goes.
-    assert step.norm() <= 0.1 * g.norm() * (1 + 1e-5)
-
-
 @pytest.mark.parametrize("options", [{}, {"on": "step"}, {"on": "both", "tolerance": 0.0}], ids=str)
 def test_a_divergence_that_was_just_stored_does_not_turn_the_step(options):
     """It is zero, and its gradient noise in a random direction: it allows a step, or the opposite one."""
@@ -460,7 +437,7 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
     def start():
         model, _ = learned()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        return model, optimizer, protect(model, optimizer, promise, **options)
+        return model, optimizer, loops.protect(model, optimizer, promise, **options)
 
     def go_on(model, optimizer, keeper):
         unlearn(model, optimizer, batch, 4)
@@ -485,13 +462,6 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
         assert (then == points) is remembers
     assert (found - expected).abs().max() > 1e-4  # so the state of the keeper matters
     assert [line.examples for line in keeper.report().values()] == [22 if name else 11] * (1 if name else 2)
-
-
-def test_a_tolerance_alone_takes_the_rest_of_the_usual_promise():
-    usual = Promise(Distillation(), examples=4)
-    assert as_promise(0, usual).allowed == 0.0
-    with pytest.warns(UserWarning, match="tolerance of 5 nats for each token is nearly no limit"):
-        as_promise(5, usual)
 
 
 @pytest.mark.parametrize(
