@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loops import begin, flat, sgd, take, through_a_file
+from loops import begin, flat, sgd, take
 from models import EACH, SAID, loss, perceptron, rival, task
 from torch import nn
 
@@ -542,24 +542,3 @@ def test_after_a_loss_that_is_not_finite_the_next_step_looks(fresh):
         assert forecast.known[:, 0].tolist() == pytest.approx([0.0, 0.4, 3.0, 0.0, 0.0, 0.0, -1.0, 0.0])
     due, _ = forecast.due(rows, SimpleNamespace(tolerance=torch.ones(1), weight=None), False)
     assert due == [True]
-
-
-# --- to the same step ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("look", "stop"), [("auto", 1), ("auto", 23), (2, 3), (4, 7)])
-def test_a_training_that_resumes_takes_the_steps_of_the_one_that_saved(look, stop):
-    sets = {"a": Promise(SAID, examples=8, tolerance=0.05), "b": Promise(EACH, examples=8, tolerance=0.1)}
-    whole, part = Training(look, sets=sets), Training(look, sets=sets)
-    whole.run(stop)
-    state = whole.keeper.state_dict(), whole.model.state_dict(), whole.optimizer.state_dict()
-    keeper, model, optimizer = through_a_file(state)
-    after = whole.run(40)
-    part.model.load_state_dict(model)
-    part.optimizer.load_state_dict(optimizer)
-    part.keeper.load_state_dict(keeper)
-    part.clock[0] = stop - 1
-    assert torch.equal(part.run(40), after)
-    for name in sets:
-        assert part.looks(name) == [step for step in whole.looks(name) if step >= stop]
-        assert len(part.looks(name)) < 40

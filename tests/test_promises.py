@@ -414,10 +414,12 @@ def test_a_divergence_that_was_just_stored_does_not_turn_the_step(options):
 OPTIONS = [
     {"examples": 4, "weight": 0.5, "tolerance": 0.3},
     {"examples": 4, "tolerance": 0.0, "on": "both"},
-    {"tolerance": 0.01, "repair": 0.5, "look": 2, "on": "step"},
+    {"tolerance": 0.01, "repair": 0.5, "look": 2, "on": "step", "saved": 3},  # between two looks
     {"examples": 4, "method": "pgd"},
     {"examples": 6, "method": "agem", "name": "past"},
     {"look": 4, "method": "gem2017"},
+    {"examples": 8, "tolerance": 0.1, "on": "both", "look": "auto", "saved": 1},
+    {"examples": 8, "tolerance": 0.1, "on": "both", "look": "auto", "saved": 23},
 ]
 
 
@@ -431,24 +433,26 @@ OPTIONS = [
     ],
 )
 def test_a_checkpoint_goes_on_to_the_bit(promise, options):
-    batch, options = learned()[1], dict(options)
-    name = options.pop("name", None)
+    batch, options, auto = learned()[1], dict(options), options.get("look") == "auto"
+    name, saved = options.pop("name", None), options.pop("saved", 4)
 
     def start():
         model, _ = learned()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.003 if auto else 0.02)
         return model, optimizer, loops.protect(model, optimizer, promise, **options)
 
     def go_on(model, optimizer, keeper):
-        unlearn(model, optimizer, batch, 4)
-        points = keeper.history.points()
+        unlearn(model, optimizer, batch, 40 if auto else 4)
+        points, lines = keeper.history.points(), keeper.report().values()
+        assert not auto or all(line.looks < line.steps == saved + 40 for line in lines)
         # As a string, in which NaN equals itself.
-        return flat(model), str({name: found[-3:] for name, found in points.items()})
+        said = {name: found[-3:] for name, found in points.items()}, [line.looks for line in lines]
+        return flat(model), str(said)
 
     model, optimizer, keeper = start()
     for one in (batch, task(6)):
         keeper.keep([one], name=name, limit=11)
-    unlearn(model, optimizer, batch, 4)
+    unlearn(model, optimizer, batch, saved)
     states = through_a_file([part.state_dict() for part in (model, optimizer, keeper)])
     reported = str(keeper.report())
     expected, points = go_on(model, optimizer, keeper)
