@@ -228,6 +228,7 @@ def test_tensors_without_memory_of_their_own():
     G, g, lam, out = (torch.from_numpy(rng.standard_normal(shape)) for shape in ((3, 7), 7, 3, 7))
     lazy = torch._neg_view(-G), torch._neg_view(-g)
     torch.testing.assert_close(project(*lazy), project(G, g))
+    torch.testing.assert_close(project([G, lazy[0]], [g, lazy[1]]), project([G, G], [g, g]))  # one block
     torch.testing.assert_close(combine(*lazy, torch._neg_view(-lam)), combine(G, g, lam))
     h = -lam.abs()
     torch.testing.assert_close(project(G, g, h=torch._neg_view(-h)), project(G, g, h=h))
