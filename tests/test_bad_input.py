@@ -43,8 +43,7 @@ WRONG_VALUES = [
     (lambda: solve_gram(np.eye(2), np.ones(2), np.array(np.nan)), "gg must be .*; found nan"),
     (lambda: project(G, g, equality=np.ones(2, bool)), r"equality must be True, False or have shape \(3,\)"),
     (lambda: project(*TENSORS, out=INFERENCE), "out was made in inference mode"),
-    (lambda: project(G, G, out=G), "out is an array of G, .*; pass a copy of it as G, or another out"),
-    (lambda: project(TENSORS[:1], TENSORS[:1], out=TENSORS[:1]), "out is an array of G"),
+    (lambda: project(TENSORS[:1], TENSORS[:1], out=TENSORS[:1]), "out is an array of G, .*; pass a copy"),
     (lambda: combine(SQUARE, SQUARE, np.ones((3, 3, 3)), out=SQUARE), "out is an array of G"),
     (lambda: project(G, g[:4]), r"g must have shape \(5,\) or .*found \(4,\)"),
     (lambda: project(G[0], g), r"G must have shape \(..., t, d\).*found \(5,\)"),
@@ -58,7 +57,6 @@ WRONG_VALUES = [
     (lambda: project(G, g, method="gem"), "method 'gem' is unknown; the names are 'exact'"),
     (lambda: project(G, g, margin=np.array([0.0, -1.0, 0.0])), "margin must be finite and .*; found -1"),
     (lambda: project(G, g, margin=np.ones(1)), r"margin must be .* \(3,\), .*found \(1,\)"),
-    (lambda: project(G, g, h=np.ones(2)), r"h must be a number or have shape \(3,\), .*found \(2,\)"),
     (lambda: project(G, g, h=1e300), r"h must be finite and below 1e280, .*; found 1e\+300"),
     (lambda: project(G, g, equality=True, method="agem"), "equality cannot be combined with method AGEM"),
     (lambda: project(G, g, h=np.ones(3), method="gem2017"), "h cannot be combined with method GEM2017"),
@@ -108,8 +106,6 @@ WRONG_TYPES = [
     (lambda: OSQP(max_iter="many"), "max_iter must be an integer; found 'many'"),
     (lambda: GEM2017(eps="tiny"), "eps must be a number"),
     (lambda: project(G, g, h=MASKED), r"h must not be a masked array; pass h.filled\(0.0\)"),
-    (lambda: project(G, g, warm_start=MASKED), "warm_start must not be a masked array"),
-    (lambda: solve_gram(np.eye(3), MASKED), "b must not be a masked array"),
     (lambda: project(G, g, h=1j * np.ones(3)), "h must be a number or an array .*; found array"),
     (lambda: project(G, g, h=[[0, 0], [0]]), "h must be a number or an array of one number per constraint"),
     (lambda: project(G, g, equality=None), "equality must be True, False or an array.*found None"),
@@ -123,7 +119,6 @@ WRONG_TYPES = [
     (lambda: project([[1.0, 0.0]], [1.0]), r"G\[0\] must be an array.*found list.*numpy.asarray"),
     (lambda: project(3.0, g), "G must be an array.*found float"),
     (lambda: project(torch.eye(3, 5), g), "one library; found numpy.ndarray, torch.Tensor"),
-    (lambda: project(list(G), g), "g must be a sequence of arrays, as G is; found one array. If G .* stack"),
     (lambda: project([G], iter([g])), "g must be an array .*, or a list, .* found list_iterator"),
     (lambda: project(G, g, method=PGD), r"write PGD\(\), not PGD"),
     (lambda: project(G, g, method=7), "method must be a name, a Method or a callable"),
@@ -135,7 +130,6 @@ WRONG_TYPES = [
     (lambda: project(G, g, out=torch.empty(5)), "out must be of the library of g"),
     (lambda: project(np.ma.array(G), g), "G must not be a masked array"),
     (lambda: project(G, g, warm_start=np.ones(3, complex)), "warm_start must have a real"),
-    (lambda: combine(G, g, 1.0), "multipliers must be an array.*found float"),
 ]
 
 
@@ -159,28 +153,15 @@ def test_common_layouts_that_are_wrong_say_what_to_pass(library):
             project(tasks, kind([w, v]))
         x = project([xp.stack(b) for b in zip(*tasks, strict=True)], [w, v])
         assert [tuple(b.shape) for b in x] == [(2, 3), (4,)]
-    rows = [xp.stack([w, -w]), xp.stack([v, v])]
+    rows, counts = [xp.stack([w, -w]), xp.stack([v, v])], xp.stack([count, count])
     named = {"w": w, "bn.count": count}
     for G, g, text in (
         (rows, [w, None], r"g\[1\] is None.*allow_unused=True, materialize_grads=True, or pass zeros"),
         (rows, {"w": w, "v": None}, r"g\['v'\] is None"),
-        ([[w, v], [w, None]], [w, v], r"G\[0\] is a list of arrays"),
         ([[w, None], [w, v]], [w, v], r"G\[0\]\[1\] is None"),
-        (
-            {"w": rows[0], "bn.count": xp.stack([count, count])},
-            named,
-            r"G\['bn.count'\] .*int64.*leave it out",
-        ),
-        (
-            {"w": rows[0], "bn.count": rows[1]},
-            named,
-            r"g\['bn.count'\] .*int64. Convert it first, or leave it out",
-        ),
-        (
-            rows,
-            xp.ones(10),
-            r"g must be a sequence .* Pass g in blocks, of the shapes of G\[k\]\[0\], or flatten",
-        ),
+        ({"w": rows[0], "bn.count": counts}, named, r"G\['bn.count'\] .*int64.*leave it out"),
+        ({"w": rows[0], "bn.count": rows[1]}, named, r"g\['bn.count'\] .*int64. Convert it first, or leave"),
+        (rows, xp.ones(10), r"g must be a sequence .* Pass g in blocks, of the shapes of G\[k\]\[0\], or fl"),
         ([v, v], v, "g must be a sequence .* If G is a list of rows, stack them"),
         ([w, v], [w, v[:3]], r"here t = 2 and m = 2; G\[1\] has shape \(4,\), g\[1\]"),
         ([w, v], [w, v], r"G\[1\] has shape .* G needs a leading axis of size 1"),
@@ -258,13 +239,6 @@ def test_gram_matrices_as_they_are_rounded(rng):
         assert float(solve_gram(K, -np.ones(len(K))).kkt_residual()) < 1e-9
     options = {"margin": np.array([2.0, 0.0, 0.0]), "penalty": 1.0}
     assert_close(project(G, g, equality=np.array([True, False, False]), **options)[:3], 0.0, atol=1e-15)
-
-
-@pytest.mark.parametrize("dtype", [">f8", "longdouble"])
-def test_whatever_is_not_narrow_is_wide(dtype, rng):
-    wide, g_wide = rng.standard_normal((9, 140_000)), rng.standard_normal(140_000)
-    K = gram(wide.astype(dtype), g_wide.astype(dtype)).K
-    assert_close(K, wide @ wide.T, atol=1e-9 * 140_000**0.5)
 
 
 @pytest.mark.parametrize("size", [1e-141, 1e-160, 1e-200, 5e-324])

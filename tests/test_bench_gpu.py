@@ -83,22 +83,14 @@ def test_correctness_and_wrong_answers_are_seen(gpu, monkeypatch, rows):
     draws = iter(torch.rand(99, 5))
     monkeypatch.setattr(order.gemproj, "project", lambda G, g, **options: next(draws))
     assert order.two_streams(1, 5) == Found(2, 2, 0)
-    monkeypatch.setattr(
-        order.gemproj, "project", Mock(side_effect=[None, RuntimeError("synchronizing")] * 10)
-    )
+    put(monkeypatch, order.gemproj, project=Mock(side_effect=[None, RuntimeError("synchronizing")] * 10))
     assert order.waits((1, 2), 5) == Found(10, 10, 0)
 
 
 def test_speed(gpu, monkeypatch, rows):
     put(monkeypatch, speed, SIZES=(2,), COLUMNS=(50,), DTYPES=(torch.float32,), COPIED=1)
-    put(
-        monkeypatch,
-        speed,
-        BATCH_SIZES=(2,),
-        BATCH_D=10,
-        BATCHES={"triton": 2, "portable": 2},
-        MOST={"eager": 1e9, "captured": 1e-9},
-    )
+    put(monkeypatch, speed, BATCH_SIZES=(2,), BATCH_D=10, BATCHES={"triton": 2, "portable": 2})
+    put(monkeypatch, speed, MOST={"eager": 1e9, "captured": 1e-9})
     assert speed.main(1.0) == 0
     assert [row[3] for row in rows() if row[0].startswith("t = 2")] == ["yes", "no"]  # within the most
 
@@ -115,9 +107,8 @@ def test_training(gpu, monkeypatch, rows):
     shape = Shape(layers=1, width=16, heads=2, words=9, positions=8, rank=2)
     put(monkeypatch, training, SHAPE=shape, TEXTS=4, TOKENS=3, TASKS=(1, 2), STORED=3, ROUNDS=1)
     assert training.main(1e9) == 0
-    assert len([row for row in rows() if row[0].startswith(("plain", "replay", "A-GEM", "GEM"))]) == 6 * len(
-        training.WAYS
-    )
+    found = [row for row in rows() if row[0].startswith(("plain", "replay", "A-GEM", "GEM"))]
+    assert len(found) == 6 * len(training.WAYS)
     with torch.device("meta"):
         model = training.Classifier(Shape())
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == speed.LORA
@@ -128,17 +119,7 @@ def test_it_needs_no_more_than_what_machines_with_a_gpu_have(monkeypatch):
     """No rich and typer, nor what other reports draw and compare with."""
     for name in [name for name in sys.modules if name.startswith("asv_benchmarks")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in (
-        "typer",
-        "rich",
-        "matplotlib",
-        "pandas",
-        "scipy",
-        "threadpoolctl",
-        "mpmath",
-        "quadprog",
-        "osqp",
-    ):
+    for name in ["typer", "rich", "matplotlib", "pandas", "scipy", "threadpoolctl", "mpmath", "quadprog", "osqp"]:
         monkeypatch.setitem(sys.modules, name, None)
     package = importlib.import_module("asv_benchmarks.reports.gpu")
     for module in pkgutil.iter_modules(package.__path__):

@@ -48,13 +48,9 @@ def test_an_answer_meets_the_conditions_of_a_program(shape, rng):
         found = solve_problem(problem, eps_abs=1e-12)
         assert found.found
         if problem.G is not None:  # an infinite bound is none
-            G, h = (
-                np.concatenate([problem.G, -problem.G]),
-                np.append(problem.h, np.full(len(problem.h), np.inf)),
-            )
-            more = solve_problem(
-                qpsolvers.Problem(problem.P, problem.q, G, h, *problem.unpack()[4:]), eps_abs=1e-12
-            )
+            P, q, G, h, *rest = problem.unpack()
+            both = np.concatenate([G, -G]), np.concatenate([h, np.full(len(h), np.inf)])
+            more = solve_problem(qpsolvers.Problem(P, q, *both, *rest), eps_abs=1e-12)
             assert_close(more.x, found.x, atol=1e-10)
         assert found.is_optimal(1e-11)
         assert found.z is None or np.min(found.z, initial=0.0) >= 0.0

@@ -140,13 +140,7 @@ SCALES = [
     (np.eye(2), [0, 300], [1, -2], {"penalty": [np.inf, 1]}, [1, 300]),
     # A row of norm zero that asks for something: its multiplier is the penalty, or the gap is not zero.
     ([[0, 0], [1, 0]], [-1, 1], [1, 0], {"penalty": [2, np.inf]}, [0, 1]),
-    (
-        [[0, 0], [1, 0]],
-        [-1, 1],
-        [-1, 0],
-        {"penalty": [2, np.inf], "equality": np.array([True, False])},
-        [0, 1],
-    ),
+    ([[0, 0], [1, 0]], [-1, 1], [-1, 0], {"penalty": [2, np.inf], "equality": [True, False]}, [0, 1]),
     *(([[0, 0]], [1, 1], [h], {"penalty": [2], "equality": h < 0}, [1, 1]) for h in (1, -1)),
 ]
 TILT = 2.0**-12
