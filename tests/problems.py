@@ -24,13 +24,12 @@ def skip_without(method):
 
 
 class Known(NamedTuple):
-    """Constraints, gradient, projection, one choice of optimal multipliers, and the family as `kind`."""
+    """Constraints, gradient, projection, and one choice of optimal multipliers."""
 
     G: np.ndarray
     g: np.ndarray
     x: np.ndarray
     multipliers: np.ndarray
-    kind: str
 
 
 def draw(rng: np.random.Generator, kind: str, t: int, d: int) -> Known:
@@ -57,7 +56,7 @@ def draw(rng: np.random.Generator, kind: str, t: int, d: int) -> Known:
         G[rng.integers(t)] = 0.0
     norms = np.linalg.norm(G, axis=1)
     lam = np.where(active, rng.random(t), 0.0) / np.where(norms > 0, norms, 1.0)
-    return Known(G, x - G.T @ lam, x, lam, kind)
+    return Known(G, x - G.T @ lam, x, lam)
 
 
 def draw_options(rng: np.random.Generator, G: np.ndarray) -> dict[str, np.ndarray]:

@@ -119,7 +119,8 @@ def test_it_needs_no_more_than_what_machines_with_a_gpu_have(monkeypatch):
     """No rich and typer, nor what other reports draw and compare with."""
     for name in [name for name in sys.modules if name.startswith("asv_benchmarks")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ["typer", "rich", "matplotlib", "pandas", "scipy", "threadpoolctl", "mpmath", "quadprog", "osqp"]:
+    others = "typer", "rich", "matplotlib", "pandas", "scipy", "threadpoolctl", "mpmath", "quadprog", "osqp"
+    for name in others:
         monkeypatch.setitem(sys.modules, name, None)
     package = importlib.import_module("asv_benchmarks.reports.gpu")
     for module in pkgutil.iter_modules(package.__path__):

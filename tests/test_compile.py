@@ -93,7 +93,6 @@ def test_options_are_checked():
         (lambda G, g: project([G], [g], out=[g.float()]), "shape and dtype"),
         (lambda G, g: project([G, G], g), "both be one array"),
         (lambda G, g: project([G[..., :1], G[..., 1:]], [g, g]), r"shapes \(t, \*shape\) in G"),
-        (lambda G, g: project([G, G], [g]), r"shapes \(t, \*shape\) in G"),
         (lambda G, g: project([G], [g], metric=[torch.ones(10, 5)]), r"shapes \(t, \*shape\) in G"),
     ):
         with pytest.raises(Exception, match=message):
@@ -141,10 +140,8 @@ def test_graphs_that_others_record_are_right_for_other_numbers():
     module = torch.nn.Module()
     module.forward = project
     for graph in (
-        *(
-            make_fx(lambda rows, v: project(rows, v), tracing_mode=mode)(*given)
-            for mode in ("real", "symbolic")
-        ),
+        make_fx(lambda rows, v: project(rows, v), tracing_mode="real")(*given),
+        make_fx(lambda rows, v: project(rows, v), tracing_mode="symbolic")(*given),
         torch.export.export(module, given).module(),
         torch.compile(lambda G, g: torch.func.vmap(project, (None, 0))(G, g[None])[0], backend=BACKEND),
         torch.compile(lambda G, g: torch.func.jvp(lambda g: project(G, g), (g,), (g,))[1], backend=BACKEND),

@@ -183,6 +183,7 @@ def unaligned(G, g):
         (lambda G, g: (G.astype("f4"), g), 1e-6),
         (lambda G, g: (G.astype("f2"), g.astype("f2")), 1e-2),
         (lambda G, g: (G.astype(">f8"), g.astype(">f8")), 1e-13),
+        (lambda G, g: (G.astype("longdouble"), g.astype("longdouble")), 1e-13),
         (lambda G, g: (G[:, ::-1].copy()[:, ::-1], g), 1e-13),
         (lambda G, g: unaligned(G, g), 1e-13),
     ],

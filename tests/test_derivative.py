@@ -273,15 +273,9 @@ def test_what_has_no_derivative_says_so():
         x.sum().backward()
 
 
-def test_no_private_name_of_torch_is_used(monkeypatch):
-    for name in ("_project.py", "_autograd.py"):
-        source = (Path(gemproj.__file__).parent / name).read_text("utf-8")
-        assert not re.findall(r"\b(?:torch|forward_ad)[\w.]*\._\w+", source)
-    G, g = (a.detach() for a in problem(3, 7))
-    expected = project(G, g)
-    for name in ("_functorch", "_get_dispatch_mode", "_TorchDispatchModeKey"):
-        monkeypatch.delattr(torch._C, name)
-    assert torch.equal(project(G, g), expected)
+def test_no_private_name_of_torch_is_used():
+    for path in Path(gemproj.__file__).parent.glob("*.py"):
+        assert not re.findall(r"\b(?:torch|forward_ad)[\w.]*\._\w+", path.read_text("utf-8")), path.name
 
 
 def test_no_gradients_in_blocks():

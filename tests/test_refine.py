@@ -144,10 +144,8 @@ def test_a_batch_in_several_tiles_is_its_problems_one_by_one(host, rng, monkeypa
 def test_the_error_bound_of_a_problem_does_not_depend_on_the_batch(host, tilt):
     """G of the first problem is read again to solve it, G of the second one only to bound its error."""
     u, v, w = np.eye(50)[:3]
-    G, g = (
-        np.array([[u, tilt * v - u], [1e-7 * v - u, u]]),
-        np.array([-u, v - u]) + 100.0 * np.arange(2)[:, None] * w,
-    )
+    G = np.array([[u, tilt * v - u], [1e-7 * v - u, u]])
+    g = np.array([-u, v - u + 100.0 * w])
     sol = solve_dual(host.array(G), host.array(g))
     for i in range(2):
         one = solve_dual(host.array(G[i]), host.array(g[i]))

@@ -26,14 +26,8 @@ from examples.study.settings import METHODS, STREAMS, TUNING_SEEDS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FOLDER = Path(__file__).parents[1] / "docs/results/study"
-TINY = replace(
-    STREAMS["permuted"],
-    options={"tasks": 3, "rows": 60, "hidden": 16},
-    seeds=(0, 1, 2),
-    per_task=8,
-    eval_interval=3,
-    probe_interval=2,
-)
+TINY = replace(STREAMS["permuted"], options={"tasks": 3, "rows": 60, "hidden": 16}, seeds=(0, 1, 2))
+TINY = replace(TINY, per_task=8, eval_interval=3, probe_interval=2)
 ABOUT = {"hashes": {"data": "0a"}, "versions": {"torch": "2"}}
 
 
@@ -212,12 +206,9 @@ def test_runs_of_other_code_are_told(tmp_path, capsys):
     """Those of before the code was recorded are not."""
     for k, code in enumerate(({}, {"code": CODE}, {"code": CODE | {"study": "0c"}})):
         Results(tmp_path / "runs.jsonl").add({"key": f"k{k}"}, ABOUT | code)
-        assert ("1 of 3 runs are of other code than today's, in study." in told(tmp_path, capsys)) == (k == 2)
-
-
-def told(folder, capsys):
-    Results(folder / "runs.jsonl")
-    return " ".join(capsys.readouterr().err.split())
+        Results(tmp_path / "runs.jsonl")
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("1 of 3 runs are of other code than today's, in study." in said) == (k == 2)
 
 
 def test_a_study_goes_on_and_mixes_no_data(tmp_path, monkeypatch):

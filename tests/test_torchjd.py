@@ -51,12 +51,6 @@ def test_float32_with_dependent_rows(family, m, scale):
         assert residual(J, U, W) < 1e-4
 
 
-def test_more_rows_than_parameters_in_float32():
-    for seed in range(5):
-        J, U = draw("random", 16, seed)[:, :8], torch.eye(16)
-        assert residual(J, U, PROJECTOR(U, J @ J.T)) < 2e-3  # weights are large
-
-
 @pytest.mark.parametrize("family", ["random", "rank m/4"])
 @pytest.mark.parametrize("m", [6, 12])
 def test_batches_are_many_vectors(family, m):
