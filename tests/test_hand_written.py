@@ -12,8 +12,7 @@ from problems import arbitrary
 
 from gemproj import GEM2017, project
 
-quadprog = pytest.importorskip("quadprog")
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+pytest.importorskip("quadprog")  # which the page imports
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrate.md"
 NAMES: dict = {}
@@ -74,24 +73,12 @@ def test_per_tensor(seed):
     close(project(R[:, None], V), torch.stack(per_tensor(V, R)))
 
 
-class Waits(TorchDispatchMode):
-    """Counts how often the CPU asks for a value, and would wait for a device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.__name__.startswith("_local_scalar_dense")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("seed", range(0, 60, 10))
 def test_safe_step(seed):
     ema, mine = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
     for step in range(3):
         grads, refs = per_parameter(seed + 100 * step), per_parameter(seed + 100 * step + 5)
-        with Waits() as waits:
-            by_hand = safe_step(grads, refs, ema)
-        assert waits.count == 2 * len(SHAPES)
+        by_hand = safe_step(grads, refs, ema)
         for e, r in zip(mine, refs, strict=True):
             e.lerp_(r, 0.2)
         for x, y in zip(project([e[None] for e in mine], grads), by_hand, strict=True):
