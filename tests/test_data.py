@@ -441,3 +441,17 @@ def test_losses_of_several_in_one_number_are_stored_one_at_a_time():
     kept = keep(texts(), wanted, collate=flattened, microbatch=1)
     expected = [token_mean(Reader(), flattened([one])).detach() for one in texts()]
     torch.testing.assert_close(kept.losses, torch.stack(expected))
+
+
+def test_packed_sequences():
+    """As batches of a collate function, of which outputs are stored."""
+    rows = [torch.randn(n, 2) for n in (4, 2, 3)]
+
+    def collate(some):
+        return torch.nn.utils.rnn.pack_sequence(some, enforce_sorted=False)
+
+    model, said = torch.nn.LSTM(2, 3), Distillation(lambda model, x: model(x)[1][0][-1])
+    _, optimizer, keeper = begin(Promise(said), model=model)
+    keeper.keep(rows, collate=collate)
+    optimizer.step()
+    assert float(keeper.last.losses.abs().max()) < 1e-6

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import linecache
+import random
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -598,6 +599,14 @@ def test_the_order_that_accelerate_draws_for_several_processes_stays():
     with undisturbed(loader):
         torch.rand(1, generator=loader.synchronized_generator)
     assert torch.equal(loader.synchronized_generator.get_state(), before)
+
+
+def test_a_data_set_draws_from_python_and_numpy_what_training_would():
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    with undisturbed(DataLoader([0])):
+        random.random()
+        np.random.rand()
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 # --- states -----------------------------------------------------------------------------------------

@@ -153,6 +153,60 @@ def test_the_model_is_left_as_it_was(fails):
         assert torch.equal(flat(model), before)
 
 
+class Marked(nn.Module):
+    """Its forward pass leaves traces: a count, a range, its input, and in evaluation mode its weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line, self.got, self.cache = nn.Linear(6, 3), None, None
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("most", torch.zeros(()))
+
+    def forward(self, x):
+        self.got = x.detach() + 0.0
+        self.count += 1
+        self.most.data.copy_(x.max())  # no version counts this
+        if not self.training and self.cache is None:
+            self.cache = self.line.weight.T * 1.0
+        return x @ (self.line.weight.T if self.training else self.cache) + self.line.bias
+
+
+@pytest.mark.parametrize("project", [True, False])
+def test_passes_over_kept_examples_leave_no_trace_in_modules(project):
+    model, tasks = Marked().double(), TASKS[:1]
+    _, optimizer, keeper = begin(loss, tasks, model=model, project=project)
+    assert (model.got, model.count, model.cache, model.most) == (None, 0.0, None, 0.0)
+    for k in range(3):
+        optimizer.zero_grad()
+        loss(model, rival(task(7))).backward()
+        got, most, expected = model.got, model.most.clone(), expected_rows(model.line, tasks)
+        optimizer.step()
+        assert model.got is got
+        assert model.cache is None
+        assert (model.count, model.most) == (k + 1, most)
+        torch.testing.assert_close(keeper.rows.G, expected)
+
+
+class Rescaled(nn.Linear):
+    """It halves its weight for evaluation, and doubles it for training, as RWKV does."""
+
+    def forward(self, x):
+        if self.training != getattr(self, "trains", True):
+            self.weight.data.mul_(2.0 if self.training else 0.5)
+            self.weight.detach().add_(0.0)  # seen by autograd
+            self.trains = self.training
+        return super().forward(x)
+
+
+def test_a_pass_that_changes_weights_is_refused():
+    with pytest.raises(ValueError, match=r"model changes 1\.weight in place in its forward pass"):
+        begin(loss, TASKS, model=nn.Sequential(nn.Linear(6, 6), Rescaled(6, 3)).double())
+    # Rows of an embedding are shortened where they are looked up, in training as well.
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 3))
+    begin(loss, [(torch.randint(9, (5, 2)), torch.randint(3, (5,)))], model=model)
+
+
 class Trained(torch.autograd.Function):
     """The identity; like cuDNN's recurrent layers, it has a backward pass in training mode only."""
 

@@ -229,6 +229,7 @@ def forms():
         "tokenised": tokens, "tokenised dataset": datasets.Dataset.from_list(labelled),
         "tokenised stream": datasets.Dataset.from_list(labelled).to_iterable_dataset(),
         "tokens read once": Once(tokens),
+        "stream for the collator": Once([one | {"token_type_ids": [0] * len(one["input_ids"])} for one in labelled]),
     }  # fmt: skip
 
 

@@ -109,13 +109,11 @@ class Examples:
         row = self.row(first)
         own = {"input_ids"} if self.labelled else {"input_ids", "labels"}  # the collator may make labels
         tokens = own <= row.keys() <= _TOKENS and {np.ndim(one) for one in row.values()} == {1}
-        if streams and not tokens:
-            return data, None
-        if tokens or row is not first:
+        if tokens or row is not first or (streams and self.collate):
             data = made(partial(self.of_row, row.keys(), tokens))
         if tokens or self.collate:
             return data, self
-        return data if row is first else [data[k] for k in range(len(data))], None
+        return data if streams or row is first else [data[k] for k in range(len(data))], None
 
     def of_text(self, parts: tuple[str, ...], one: Any) -> dict[str, Any]:
         """Return a text, or parts of a row, as an example; after a prompt, only an answer has labels."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -41,7 +42,8 @@ _DIVIDED = (
 # Hugging Face data sets, which are not subclasses of torch's data sets.
 _SET, STREAM = "datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"
 _DICTS = "datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"
-_LEAVES = (Tensor, str, int, float)  # frequent types of leaves, which need no further checks
+# Types of leaves that are frequent and need no further checks, and a tuple that cannot be made of its parts.
+_LEAVES = (Tensor, str, int, float, PackedSequence)
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # immutable
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import compress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -207,6 +209,7 @@ def _student(freedom: float) -> float:
 @contextmanager
 def undisturbed(data: Any) -> Iterator[None]:
     """Restore the random states from which a loader draws an order, and a data set what it does at random."""
+    python, numpy = random.getstate(), np.random.get_state()
     loads = isinstance(data, DataLoader)
     batches = getattr(data, "batch_sampler", None)
     holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
@@ -217,6 +220,8 @@ def undisturbed(data: Any) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
         for one, state in states:
             one.set_state(state)
 

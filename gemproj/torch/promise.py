@@ -22,6 +22,8 @@ Loss = Callable[..., Tensor]
 # The tolerance of losses that compare with stored outputs, in nats: small beside the divergence that
 # fine-tuning causes (.2 to .3 for a chat model), and large beside its rounding.
 _USUAL = 0.05
+# Number of characters after which the description of a batch is cut.
+_LONGEST = 1_000
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,10 @@ def explain(error: Exception, batch: Batch) -> None:
     """Add to an error in a loss what it was called with."""
     if not hasattr(error, "add_note"):  # before Python 3.11
         return
+    found = kind_of(map_nested(lambda leaf: leaf, batch))
     error.add_note(
         "loss(model, batch) was called with the model in evaluation mode, and a batch of kept examples: "
-        f"{kind_of(map_nested(lambda leaf: leaf, batch))}."
+        f"{found if len(found) < _LONGEST else found[:_LONGEST] + ' ...'}."
     )
     if isinstance(error, AttributeError | KeyError | AssertionError):
         error.add_note(

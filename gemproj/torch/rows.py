@@ -323,28 +323,56 @@ def reshard(model: torch.nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = False) -> Iterator[None]:
-    """Set evaluation mode; at the end restore modes, random state and, if passes are collective, ``.grad``.
+    """Set evaluation mode; at the end restore modules, buffers, random state and, if collective, ``.grad``.
 
-    Gradient checkpointing in layers of transformers stays active. Recurrent layers stay in training mode,
-    without dropout, because cuDNN has no gradients for them in evaluation mode. Attention takes the same way
-    with and without gradients, which the fast path of torch does not.
+    Modules get back their modes, and what a forward pass has stored in them. Gradient checkpointing in layers
+    of transformers stays active. Recurrent layers stay in training mode, without dropout, because cuDNN has
+    no gradients for them in evaluation mode. Attention takes the same way with and without gradients, which
+    the fast path of torch does not. Raise if a pass changes a weight in place.
     """
     changes = _changes(model.modules())
     if collective:
         reshard(model)
         changes += [(p, "grad", None) for p in model.parameters() if p.requires_grad]
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
+    # Of sharded modules, FSDP and ZeRO own what is stored.
+    stored = [] if collective else [(held := vars(module), dict(held)) for module in model.modules()]
+    buffers = [(b, b._version, b.clone()) for b in model.buffers() if not b.is_inference()]
+    weights = [] if collective else [(name, p, p._version) for name, p in _weights(model)]
     fast = torch.backends.mha.get_fastpath_enabled()
     with forked(device), torch.enable_grad():
         try:
             _set(changes)
             torch.backends.mha.set_fastpath_enabled(False)
             yield
+            moved = next((name for name, p, version in weights if p._version != version), None)
+            if moved is not None:
+                raise ValueError(
+                    f"model changes {moved} in place in its forward pass in evaluation mode, as RWKV does with "
+                    "rescale_every > 0: its rows would be those of other weights. Switch that off."
+                )
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
             if collective:
                 reshard(model)
             _set(reversed(before))
+            for held, had in stored:
+                for name in held.keys() - had.keys():
+                    del held[name]
+                held.update(had)
+            with torch.no_grad():
+                for b, version, value in buffers:
+                    # Fused observers count no version; on a device, comparing values would synchronise.
+                    if b._version != version or not (b.device.type != "cpu" or torch.equal(b, value)):
+                        b.resize_(value.shape).copy_(value)
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that no forward pass may change, with names: embeddings may limit their norm."""
+    for prefix, module in model.named_modules():
+        if getattr(module, "max_norm", None) is None:
+            own = module.named_parameters(prefix, recurse=False)
+            yield from ((name, p) for name, p in own if not p.is_inference())
 
 
 def forked(device: torch.device) -> Any:
