@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import namespace, to_numpy
-from gemproj._constants import EPS, SMALL
+from gemproj._constants import EPS, SMALL, WIDE_RANGE
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
@@ -122,14 +122,18 @@ def whole_from_gram(gram: Gram) -> np.ndarray:
     value the Gram matrix is indefinite and has no such factor. The default `gg` of `solve_gram` may be lower.
     """
     n, cosines = unit_diagonal(gram.K)
-    unit_b = gram.b * inverse(n)
+    # g is scaled by a power of two, because the product with the pseudoinverse may overflow.
+    size = np.exp2(-np.floor(np.log2(np.maximum(gram.gg, WIDE_RANGE[0])) / 2.0))
+    b, gg = gram.b * size[..., None], gram.gg * size * size
+    unit_b = b * inverse(n)
     z = np.sum(np.linalg.pinv(cosines, rcond=1e-14, hermitian=True) * unit_b[..., None, :], axis=-1)
     t = gram.b.shape[-1]
     whole = np.empty((*gram.b.shape[:-1], t + 1, t + 1))  # of the rows [G; g]
-    whole[..., :t, :t], whole[..., t, t] = gram.K, np.maximum(gram.gg, np.sum(unit_b * z, axis=-1))
-    whole[..., :t, t] = whole[..., t, :t] = gram.b
+    whole[..., :t, :t], whole[..., t, t] = gram.K, np.maximum(gg, np.sum(unit_b * z, axis=-1))
+    whole[..., :t, t] = whole[..., t, :t] = b
     n, cosines = unit_diagonal(whole)
     squares, basis = np.linalg.eigh(cosines)
+    n[..., t] /= size
     return basis * np.sqrt(np.maximum(squares, 0.0))[..., None, :] * n[..., None]
 
 

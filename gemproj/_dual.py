@@ -284,7 +284,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     if np.count_nonzero(status):  # without h, K and b contradict each other: there is no g with G g = b
         without_rays(lam, status)
     sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.eps, True, rows)
-    if rows is not None and np.count_nonzero(loses := EPS * total > LOST):
+    if rows is not None and np.count_nonzero(loses := total > LOST / EPS):
         sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
 

@@ -36,10 +36,11 @@ def error_bound(
     used = (n > 0) & (lower < upper)
     # Where bounds leave one multiplier, x is off by what another one adds.
     fixed = float(np.linalg.norm(np.where(used, 0.0, np.clip(lam, lower, upper) - lam) @ V))
-    if size == 0.0 or not used.any():
-        return fixed
     # ``g + G'margin`` may cancel digits: rounding is then relative to the sum of the norms.
-    rounding = rounding * max(1.0, float(np.linalg.norm(a) + margin @ n) / size)
+    whole = float(np.linalg.norm(a) + margin @ n)
+    if size == 0.0 or not used.any():
+        return fixed + (rounding * whole if margin.any() else 0.0)
+    rounding = rounding * max(1.0, whole / size)
     # Rows of norm one, a problem of size one, and the held margins in a.
     n = n[used]
     A, stretch, a = V[used].T / n, n / size, (a + margin @ V) / size

@@ -32,7 +32,7 @@ def in_numpy(function: Callable[[Any], Any]) -> Callable[[DualSolution], Array]:
     @wraps(function)
     def anywhere(self: DualSolution) -> Array:
         plain, lam = self.on_host(), self.multipliers
-        with np.errstate(under="ignore"):
+        with np.errstate(over="ignore", under="ignore"):
             found = function(plain)
         return found if plain is self else from_numpy(found, namespace(lam), device_of(lam))
 
@@ -59,8 +59,9 @@ class DualSolution:
     Notes
     -----
     Measures of error are relative to the size of the problem: the norm of g (with a margin, the norm of
-    ``g + G.T @ margin``). With h, the size is at least the largest ``h_i / |g_i|``. The rounding of K limits
-    their accuracy to 3e-14. All is computed by NumPy, and returned as arrays of the caller's library.
+    ``g + G.T @ margin``, at least 1e-8 of ``|g| + sum(margin_i |g_i|)``). With h, the size is at least the
+    largest ``h_i / |g_i|``. The rounding of K limits their accuracy to 3e-14. All is computed by NumPy, and
+    returned as arrays of the caller's library.
     """
 
     multipliers: Array
@@ -231,7 +232,8 @@ class DualSolution:
         (K, b, gg), lower = self.gram, self.bounds.lower
         if lower is not None:
             margin = np.maximum(lower, 0.0)
-            gg = gg + np.sum(margin * (2.0 * b + matvec(K, margin)), axis=-1)
+            least = self._eps * (np.sqrt(gg) + np.sum(margin * self._norms(), axis=-1)) ** 2
+            gg = np.maximum(gg + np.sum(margin * (2.0 * b + matvec(K, margin)), axis=-1), least)
         size = np.sqrt(np.maximum(gg, 0.0))
         return size if self.bounds.h is None else np.maximum(size, self._asked())
 

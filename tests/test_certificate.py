@@ -1,6 +1,7 @@
 """Certificates: free of scale, zero at the solution, and never below the truth."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -219,8 +220,26 @@ def test_where_the_projected_gradient_is_zero(lam):
     # Of these multipliers K shows no digit of x, but G does.
     near = judged(np.array([[1.0, 0.0], [-1.0, 1e-9]]), g, [1.0, 1.0])
     assert [near.kkt_residual(), near.duality_gap(), near.error_bound()] == [np.inf] * 3
-    exact = solve_dual(np.array([[1.0]]), np.array([-1.0]), margin=1.0)
-    assert [exact.kkt_residual(), exact.error_bound()] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("left", [1e-6, 1e-8, 1e-10, 0.0])
+def test_a_margin_that_cancels_g(left, rng):
+    """What is left of g has the rounding of g; measures are relative to at least the root of that."""
+    G, m = rng.standard_normal((2, 8)), 0.7
+    g = left * rng.standard_normal(8) - m * G.sum(0)
+    sol = solve_dual(G, g, margin=m, penalty=m)
+    x = [Fraction(v) + Fraction(m) * sum(map(Fraction, column)) for v, column in zip(g, G.T, strict=True)]
+    error = np.array(x - np.array([Fraction(v) for v in combine(G, g, sol)]), float)
+    assert abs(sol.size() - np.linalg.norm(np.array(x, float))) < 1e-7 * np.linalg.norm(g)
+    assert sol.size() >= 1e-8 * np.linalg.norm(g)
+    assert np.linalg.norm(error) <= sol.error_bound() * sol.size() <= 1e-11
+    assert sol.kkt_residual() < 1e-7
+
+
+def test_error_bound_of_nearly_dependent_rows_does_not_depend_on_the_size_of_g(rng):
+    G, g = rng.standard_normal(12) + 1e-6 * rng.standard_normal((10, 12)), rng.standard_normal(12)
+    small, large = (solve_dual(G, scale * g).error_bound() for scale in (1.0, 1e153))
+    assert small / 2 < large < 2 * small
 
 
 @pytest.mark.parametrize("most", [[0.0, 0.0], [0.0, 1.0], [0.5, 1.0]])

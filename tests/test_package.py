@@ -4,8 +4,10 @@ import importlib
 import os
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,6 +67,17 @@ def test_a_numba_that_cannot_be_imported_is_told_and_done_without(tmp_path):
     assert printed == "[0.]"
     assert "Numba needs another NumPy." in told
     assert "GEMPROJ_BACKEND=portable" in told
+
+
+def test_an_archive_of_modules_is_imported_without_numba(tmp_path):
+    with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
+        for source in Path(gemproj.__file__).parent.rglob("*.py"):
+            archive.write(source, Path("gemproj") / source.relative_to(Path(gemproj.__file__).parent))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'modules.zip')!r})\n"
+    code += "import numpy, gemproj; print(gemproj.__file__, gemproj.project(numpy.eye(1), -numpy.ones(1)))"
+    printed, _ = said(code, GEMPROJ_BACKEND="")
+    assert "modules.zip" in printed
+    assert printed.endswith("[0.]")
 
 
 @pytest.mark.skipif(not installed(), reason="needs numba")

@@ -5,7 +5,6 @@ The data are the permuted digits of `asv_benchmarks.reports.gem_script`, one exp
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import typer
 
 from asv_benchmarks.reports.gem_script import STRENGTH, permuted_digits
 from asv_benchmarks.reports.machine import load, one_thread, processor, versions
+from asv_benchmarks.reports.options import Page
 from asv_benchmarks.reports.tables import Table, digits, publish
 from gemproj import GEM2017
 
@@ -65,9 +65,9 @@ def learn(plugin: Any, tasks: int, seed: int) -> tuple[float, float]:
 
 @one_thread()
 def main(
-    tasks: Annotated[int, typer.Option(help="Number of permutations.")] = 5,
-    seeds: Annotated[int, typer.Option(help="Number of runs of each plugin.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Also write the table to this Markdown file.")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of permutations.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each plugin.")] = 3,
+    out: Page = None,
 ) -> None:
     """Run each plugin, in turn."""
     makers = plugins()

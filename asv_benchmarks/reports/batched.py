@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import typer
 
 from asv_benchmarks.reports.boards import shortest
 from asv_benchmarks.reports.machine import load, one_thread, processor, versions
+from asv_benchmarks.reports.options import Page, numbers
 from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj import solve_gram
 
@@ -95,7 +95,7 @@ def main(
     counts: Annotated[str, typer.Option(help="Numbers of problems.")] = "100,1000,10000,100000",
     t: Annotated[str, typer.Option(help="Numbers of constraints.")] = "2,8,32",
     seconds: Annotated[float, typer.Option(help="Time for the repetitions of a call.")] = 0.3,
-    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Time all solvers that are installed, and judge their answers."""
     loops = {name: solve for name, solve in LOOPS.items() if find_spec(name)}
@@ -104,7 +104,7 @@ def main(
     def parts() -> Iterator[object]:
         yield f"{processor()}, one thread{load()}. {versions(PACKAGES)}.\n"
         names = ["gemproj", *loops, *vmaps]
-        for rows in map(int, t.split(",")):
+        for rows in numbers(t, "t"):
             head = ["problems", *(f"{name}, µs" for name in names), *(f"{name}, residual" for name in names)]
             table = Table(f"t = {rows}: time for each problem, and largest residual", head)
             solvers: dict[str, Solve] = {
@@ -112,7 +112,7 @@ def main(
                 **loops,
                 **{k: make(rows) for k, make in vmaps.items()},
             }
-            for n in map(int, counts.split(",")):
+            for n in numbers(counts, "counts"):
                 if 8 * n * rows * rows > BYTES:
                     continue
                 K, b = draw(n, rows)

@@ -5,7 +5,6 @@ Pivots and ratios carry over to other machines; times do not.
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -16,6 +15,7 @@ from asv_benchmarks.benchmarks.common import LORA
 from asv_benchmarks.benchmarks.timing import Call, in_turn
 from asv_benchmarks.reports.families import FAMILIES
 from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.options import Page, numbers
 from asv_benchmarks.reports.tables import Table, digits, publish
 from gemproj import gram, project, solve_dual, solve_gram
 
@@ -65,13 +65,13 @@ def main(
     t: Annotated[
         str, typer.Option(help="Numbers of rows for the search, separated by commas.")
     ] = "2,8,32,128,512",
-    d: Annotated[int, typer.Option(help="Number of parameters beside NNLS.")] = LORA,
-    draws: Annotated[int, typer.Option(help="Problems of each number of rows.")] = 10,
+    d: Annotated[int, typer.Option(min=1, help="Number of parameters beside NNLS.")] = LORA,
+    draws: Annotated[int, typer.Option(min=1, help="Problems of each number of rows.")] = 10,
     seconds: Annotated[float, typer.Option(help="Time for the repetitions of a call.")] = 0.5,
-    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Count pivots, and time the search and whole projections."""
-    counts = [int(count) for count in t.split(",")]
+    counts = numbers(t, "t")
 
     def parts() -> Iterator[object]:
         yield f"{describe()}\n\n{NOTE}\n"

@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from functools import partial
 from itertools import chain, product
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
@@ -27,6 +26,7 @@ import typer
 from rich.progress import track
 
 import gemproj
+from asv_benchmarks.reports.options import Page
 from asv_benchmarks.reports.tables import markdown, publish
 from gemproj import Exact, _search, backends, combine, gram, project, solve_dual
 from gemproj._search import GRAM_RESOLVES
@@ -314,7 +314,7 @@ def main(
     problems: Annotated[int, typer.Option(min=1, help="Number of problems of each family.")] = 1_000_000,
     families: Annotated[str, typer.Option(help="Families, separated by commas.")] = ",".join(FAMILIES),
     workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = os.cpu_count() or 1,
-    out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Project random degenerate integer problems and compare with exact rational arithmetic."""
     seeds, start = range(-(-problems // CHUNK)), time.perf_counter()

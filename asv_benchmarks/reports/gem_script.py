@@ -20,6 +20,7 @@ import torch
 import typer
 
 from asv_benchmarks.reports.machine import load, one_thread, processor, versions
+from asv_benchmarks.reports.options import Page
 from asv_benchmarks.reports.tables import Table, digits, publish
 from gemproj import GEM2017, project
 
@@ -83,9 +84,9 @@ def learn(script: Path, projection: Projection | None, data: Path, seed: int) ->
 @one_thread()
 def main(
     folder: Path,
-    tasks: Annotated[int, typer.Option(help="Number of permutations.")] = 10,
-    seeds: Annotated[int, typer.Option(help="Number of runs of each projection.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Also write the table to this Markdown file.")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of permutations.")] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each projection.")] = 3,
+    out: Page = None,
 ) -> None:
     """Run the script with each projection, in turn."""
     if not (folder / "main.py").is_file():

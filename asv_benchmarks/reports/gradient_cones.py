@@ -18,6 +18,7 @@ from qpsolvers import Problem
 from asv_benchmarks.reports.boards import run
 from asv_benchmarks.reports.families import FAMILIES
 from asv_benchmarks.reports.judge import project_precisely
+from asv_benchmarks.reports.options import Page
 
 OF_SCALE = ("all times", "gradient norms")  # beginnings of names
 LARGEST, REPEATS = 30, 1
@@ -38,11 +39,11 @@ def write(folder: Path, repeats: int = REPEATS, largest: int = LARGEST) -> None:
 
 
 def main(
-    folder: Path,
-    repeats: Annotated[int, typer.Option(help="Programs of each size.")] = REPEATS,
-    largest: Annotated[int, typer.Option(help="Most constraints.")] = LARGEST,
+    folder: Annotated[Path, typer.Argument(file_okay=False)],
+    repeats: Annotated[int, typer.Option(min=1, help="Programs of each size.")] = REPEATS,
+    largest: Annotated[int, typer.Option(min=2, help="Most constraints.")] = LARGEST,
     peers: Annotated[bool, typer.Option(help="Beside the other solvers that are installed.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Write the programs and solve them; the exit status is 1 if gemproj falls short of 1e-9 in one."""
     write(folder, repeats, largest)

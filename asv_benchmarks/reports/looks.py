@@ -13,7 +13,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.options import Page
 from asv_benchmarks.reports.tables import Table, publish
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import Distillation
@@ -205,9 +205,9 @@ def cases() -> Iterator[list[Case]]:
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="Write the tables to this file.")] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 80,
-    workers: Annotated[int, typer.Option(help="Trainings at the same time.")] = 2,
+    out: Page = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 80,
+    workers: Annotated[int, typer.Option(min=1, help="Trainings at the same time.")] = 2,
 ) -> None:
     """Train with a look in every step and with models in between, and print what was kept."""
     text, ratios, shares = describe(), list[float](), list[float]()

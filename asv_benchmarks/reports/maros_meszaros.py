@@ -14,6 +14,7 @@ import typer
 from qpsolvers import Problem
 
 from asv_benchmarks.reports.boards import Programs, run
+from asv_benchmarks.reports.options import Page
 
 LARGEST = 1000  # variables, and constraints
 EQUAL, INFINITE = 1e-10, 9e19  # the difference of bounds that makes an equality, and a bound that is none
@@ -53,7 +54,7 @@ def main(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     subset: Annotated[Subset, typer.Option(help="Which of the programs.")] = Subset.posdef,
     peers: Annotated[bool, typer.Option(help="Beside the other solvers that are installed.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Solve the programs of a folder; the exit status is 1 if gemproj falls short of 1e-9 in one."""
     every = {path.stem: read(path) for path in sorted(folder.glob("*.mat"))}

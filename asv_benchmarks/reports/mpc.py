@@ -10,6 +10,7 @@ import typer
 from qpsolvers import Problem
 
 from asv_benchmarks.reports.boards import Programs, run
+from asv_benchmarks.reports.options import Page
 
 
 def read(folder: Path) -> Programs:
@@ -20,7 +21,7 @@ def read(folder: Path) -> Programs:
 def main(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     peers: Annotated[bool, typer.Option(help="Beside the other solvers that are installed.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Solve the programs of a folder; the exit status is 1 if gemproj falls short of 1e-9 in one."""
     raise typer.Exit(run("Model predictive control", read(folder), peers, out))

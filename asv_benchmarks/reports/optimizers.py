@@ -13,14 +13,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from torch import Tensor, nn
 
 from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.options import Page
 from asv_benchmarks.reports.soak import Batch, loss
 from asv_benchmarks.reports.tables import markdown, power, publish
 from gemproj.torch import Keeper, Promise
@@ -62,7 +62,7 @@ def train(
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="Also write the table to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Train with every optimizer, and print a table."""
     warnings.simplefilter("ignore")

@@ -5,7 +5,6 @@ Ratios carry over to other machines; times do not.
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from asv_benchmarks.benchmarks.peers import agem_published, floor
 from asv_benchmarks.benchmarks.timing import FEWEST, MOST, Call, burst, in_turn, settle
 from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MEAN, READ, by_columns, candidates
 from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.options import Page, numbers
 from asv_benchmarks.reports.quality import grade
 from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj import project
@@ -116,16 +116,14 @@ def _median(made: Problem, method: str, seconds: float) -> float:
 
 def main(
     t: Annotated[str, typer.Option(help="Numbers of constraints, separated by commas.")] = "1,2,9,19,49",
-    d: Annotated[int, typer.Option(help="Number of parameters.")] = LORA,
+    d: Annotated[int, typer.Option(min=1, help="Number of parameters.")] = LORA,
     seconds: Annotated[
         float, typer.Option(help=f"Time for the repetitions of a call, {FEWEST} to {MOST} rounds.")
     ] = 0.5,
-    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Time one projection with every method and every published recipe."""
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in t.split(",")]
-    if min(*counts, d) < 1:
-        raise typer.BadParameter(f"t and d must be at least 1, and t numbers like 1,2,9; found {t!r} and {d}")
+    counts = numbers(t, "t")
 
     def parts() -> Iterator[object]:
         yield f"d = {d:,}, float32. {describe()}\n\n{NOTE}\n"

@@ -6,7 +6,6 @@ steps a checkpoint is saved and loaded, the report is read, and one set is forgo
 
 import gc
 import io
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from asv_benchmarks.benchmarks.peaks import status
 from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.options import Page
 from asv_benchmarks.reports.tables import markdown, publish
 from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import Distillation
@@ -40,7 +40,7 @@ def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 def main(
     steps: Annotated[int, typer.Option(min=(WARM + 1) * EACH, help="Training steps.")] = 10_000,
-    out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Train, print resident memory and the number of objects, and exit with 1 if memory grows."""
     torch.set_num_threads(1)

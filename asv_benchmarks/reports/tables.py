@@ -46,9 +46,10 @@ def publish(parts: Iterable[object], out: Path | None) -> None:
     from rich.markdown import Markdown
 
     console, texts = Console(width=None if sys.stdout.isatty() else 110), list[str]()
+    if out is not None:  # before what takes hours
+        out.parent.mkdir(parents=True, exist_ok=True)
     for part in parts:
         texts.append(str(part))
         console.print(Markdown(texts[-1]), "")
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("\n".join(texts).rstrip() + "\n", encoding="utf-8")

@@ -7,7 +7,6 @@ not.
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torchjd.linalg import QuadprogProjector
 
 from asv_benchmarks.benchmarks.timing import Call, in_turn
 from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.options import Page, numbers
 from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj.integrations.torchjd import ConeProjector
 
@@ -129,10 +129,10 @@ def _attempt(projector: Any, family: str, seed: int) -> float:
 def main(
     m: Annotated[str, typer.Option(help="Numbers of objectives, separated by commas.")] = "4,16,64,256",
     seconds: Annotated[float, typer.Option(help="Time for the repetitions of a call.")] = 0.5,
-    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    out: Page = None,
 ) -> None:
     """Time and judge both projectors."""
-    counts = [int(count) for count in m.split(",")]
+    counts = numbers(m, "m")
 
     def parts() -> Iterator[object]:
         yield f"TorchJD {version('torchjd')}. {describe()}\n\n{NOTE}\n"

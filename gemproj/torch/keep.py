@@ -209,7 +209,7 @@ def _student(freedom: float) -> float:
 @contextmanager
 def undisturbed(data: Any) -> Iterator[None]:
     """Restore the random states from which a loader draws an order, and a data set what it does at random."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     loads = isinstance(data, DataLoader)
     batches = getattr(data, "batch_sampler", None)
     holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
@@ -221,7 +221,7 @@ def undisturbed(data: Any) -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)
+        np.random.set_state(numpy)  # noqa: NPY002
         for one, state in states:
             one.set_state(state)
 

@@ -348,8 +348,8 @@ def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = 
             moved = next((name for name, p, version in weights if p._version != version), None)
             if moved is not None:
                 raise ValueError(
-                    f"model changes {moved} in place in its forward pass in evaluation mode, as RWKV does with "
-                    "rescale_every > 0: its rows would be those of other weights. Switch that off."
+                    f"model changes {moved} in place in its forward pass in evaluation mode, as RWKV does "
+                    "with rescale_every > 0: rows would be those of other weights. Switch that off."
                 )
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)

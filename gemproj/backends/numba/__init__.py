@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 
 
 @lru_cache(maxsize=1)
@@ -22,6 +23,8 @@ def missing() -> str:
             stacklevel=2,
         )
         return reason
+    if not Path(__file__).is_file():
+        return "gemproj is imported from an archive, and numba needs its files: unpack it"
     return "numba is switched off: unset NUMBA_DISABLE_JIT" if numba.config.DISABLE_JIT else ""
 
 
