@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -330,25 +330,28 @@ def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = 
     no gradients for them in evaluation mode. Attention takes the same way with and without gradients, which
     the fast path of torch does not. Raise if a pass changes a weight in place.
     """
-    changes = _changes(model.modules())
+    modules = [*model.modules()]
+    changes = _changes(modules)
     if collective:
         reshard(model)
         changes += [(p, "grad", None) for p in model.parameters() if p.requires_grad]
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Of sharded modules, FSDP and ZeRO own what is stored.
-    stored = [] if collective else [(held := vars(module), dict(held)) for module in model.modules()]
-    buffers = [(b, b._version, b.clone()) for b in model.buffers() if not b.is_inference()]
-    weights = [] if collective else [(name, p, p._version) for name, p in _weights(model)]
+    stored = [] if collective else [(held := vars(module), dict(held)) for module in modules]
+    buffers = [(b, b._version, b.clone()) for b in _tensors(module._buffers for module in modules)]
+    # Embeddings may limit the norm of the rows that they look up.
+    fixed = [] if collective else [one._parameters for one in modules if vars(one).get("max_norm") is None]
+    weights = [(p, p._version) for p in _tensors(fixed)]
     fast = torch.backends.mha.get_fastpath_enabled()
     with forked(device), torch.enable_grad():
         try:
             _set(changes)
             torch.backends.mha.set_fastpath_enabled(False)
             yield
-            moved = next((name for name, p, version in weights if p._version != version), None)
-            if moved is not None:
+            if moved := [p for p, version in weights if p._version != version]:
+                name = next(name for name, p in model.named_parameters() if p is moved[0])
                 raise ValueError(
-                    f"model changes {moved} in place in its forward pass in evaluation mode, as RWKV does "
+                    f"model changes {name} in place in its forward pass in evaluation mode, as RWKV does "
                     "with rescale_every > 0: rows would be those of other weights. Switch that off."
                 )
         finally:
@@ -357,7 +360,7 @@ def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = 
                 reshard(model)
             _set(reversed(before))
             for held, had in stored:
-                for name in held.keys() - had.keys():
+                for name in held.keys() - had.keys() if len(held) > len(had) else ():
                     del held[name]
                 held.update(had)
             with torch.no_grad():
@@ -367,12 +370,9 @@ def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = 
                         b.resize_(value.shape).copy_(value)
 
 
-def _weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that no forward pass may change, with names: embeddings may limit their norm."""
-    for prefix, module in model.named_modules():
-        if getattr(module, "max_norm", None) is None:
-            own = module.named_parameters(prefix, recurse=False)
-            yield from ((name, p) for name, p in own if not p.is_inference())
+def _tensors(held: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
+    """Return the parameters or buffers of modules; tensors of inference mode do not count changes."""
+    return [a for some in held for a in some.values() if a is not None and not a.is_inference()]
 
 
 def forked(device: torch.device) -> Any:
