@@ -166,9 +166,12 @@ def test_draws_do_not_depend_on_parts_and_positions_that_are_alike_have_others(m
     values, classes = drawn(logits, None, 8, 1.0)
     torch.testing.assert_close(values, whole[0])
     assert torch.equal(classes, whole[1])
-    # Positions that are alike have other draws, together and alone.
+    # Positions that are alike have other draws. So have texts of one position: the first of their four draws
+    # is anywhere in the first quarter of the probabilities.
     same = drawn(logits[:1].repeat(40, 1), None, 8, 1.0)[1]
     assert len({tuple(row) for row in same[:, 4:].tolist()}) > 10
+    first = [int(drawn(0.1 * row[None], None, 8, 1.0)[1][0, 4:].min()) for row in logits]
+    assert max(first) - min(first) > 7
 
 
 @pytest.mark.parametrize("left", ["much", "little", "nothing"])
