@@ -465,6 +465,10 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
         assert torch.equal(found, expected) is remembers
         assert (then == points) is remembers
     assert (found - expected).abs().max() > 1e-4  # so the state of the keeper matters
+    options["examples"] = 5  # another promise about the same examples
+    other = start()[2]
+    other.load_state_dict(states[2])
+    assert {line.steps for line in other.report().values()} == {0}
     assert [line.examples for line in keeper.report().values()] == [22 if name else 11] * (1 if name else 2)
 
 

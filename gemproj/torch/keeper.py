@@ -307,6 +307,9 @@ class KeeperBase:
         random.set_state(state["random"].cpu())
         history = History.from_state_dict(state["history"])
         forecast = Forecast.from_state_dict(state["forecast"])
+        for one in state["sets"]:
+            if tuple(one["promise"]) != sets[one["name"]].promise.numbers():  # then the statistics begin anew
+                history.forget(one["name"])
         dropped = [name for name in self.sets if name not in sets]
         if dropped:
             warn(

@@ -139,13 +139,14 @@ class KeptSet:
         return fetched([(self, at)], device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the examples and what was stored about them; not the promise and the collate function."""
+        """Return the examples and what was stored about them; not the loss and the collate function."""
         held, numbers = {name: getattr(self, name) for name in _STORED}, {}
         plain, apart = self.collate is default_collate, None if self.held is None else self.held.state_dict()
         for name, whole in (("examples", plain), ("outputs", bool(self.outputs) and not self.listed)):
             if whole and (found := packed(held[name])) is not None:
                 held[name], numbers[name] = found
-        return held | {"collated": not plain, "packed": numbers, "held": apart}
+        held |= {"promise": self.promise.numbers(), "packed": numbers}
+        return held | {"collated": not plain, "held": apart}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], promise: Promise, collate: Collate) -> KeptSet:

@@ -20,6 +20,8 @@ from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 from gemproj.torch.vector import ParameterVector, mesh_of
 
+# Number of entries up to which a buffer is restored after a pass; larger ones are tables, which do not change.
+_MOVING = 1 << 20
 # Of transformers 4 and 5.
 _CONFIGS = [f"transformers.configuration_utils.{name}" for name in ("PretrainedConfig", "PreTrainedConfig")]
 
@@ -338,7 +340,8 @@ def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = 
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Of sharded modules, FSDP and ZeRO own what is stored.
     stored = [] if collective else [(held := vars(module), dict(held)) for module in modules]
-    buffers = [(b, b._version, b.clone()) for b in _tensors(module._buffers for module in modules)]
+    moving = (b for b in _tensors(module._buffers for module in modules) if b.numel() <= _MOVING)
+    buffers = [(b, b._version, b.clone()) for b in moving]
     # Embeddings may limit the norm of the rows that they look up.
     fixed = [] if collective else [one._parameters for one in modules if vars(one).get("max_norm") is None]
     weights = [(p, p._version) for p in _tensors(fixed)]
