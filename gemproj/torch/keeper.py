@@ -409,9 +409,9 @@ class Keeper(KeeperBase):
     a gradient scaler skips. ``.grad``, torch's random state, and the modes, buffers and attributes of modules
     are restored. The model runs in evaluation mode: dropout is off, and batch normalisation uses its running
     statistics. The model may be wrapped in DistributedDataParallel or sharded by ``fully_shard``; each
-    process then keeps its own examples of the same sets. A step that is refused, on the CPU for example because the gradient is not finite,
-    leaves weights and the optimizer's state as they were. If the optimizer's own step overflows, its state
-    has moved.
+    process then keeps its own examples of the same sets. A step that is refused, on the CPU for example
+    because the gradient is not finite, leaves weights and the optimizer's state as they were. If the
+    optimizer's own step overflows, its state has moved.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 from gemproj.torch.vector import ParameterVector, mesh_of
 
-# Number of entries up to which a buffer is restored after a pass; larger ones are tables, which do not change.
+# Number of entries up to which a buffer is restored after a pass; larger ones are tables, which stay.
 _MOVING = 1 << 20
 # Of transformers 4 and 5.
 _CONFIGS = [f"transformers.configuration_utils.{name}" for name in ("PretrainedConfig", "PreTrainedConfig")]
