@@ -109,6 +109,8 @@ class Examples:
         row = self.row(first)
         own = {"input_ids"} if self.labelled else {"input_ids", "labels"}  # the collator may make labels
         tokens = own <= row.keys() <= _TOKENS and {np.ndim(one) for one in row.values()} == {1}
+        if streams and np.ndim(row.get("input_ids", 0)) > 1:  # batches
+            return data, None
         if tokens or row is not first or (streams and self.collate):
             data = made(partial(self.of_row, row.keys(), tokens))
         if tokens or self.collate:

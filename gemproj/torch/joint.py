@@ -152,7 +152,7 @@ def _share(G: Any, model: nn.Module, draws: list[Draw], plan: Plan) -> list[Draw
 
 
 def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> Found:
-    """Compute rows by the vectorised gradient of torch, which knows most operations."""
+    """Compute rows by torch's vectorised gradient; what the pass stores in modules cannot be read later."""
     t, first = len(draws), draws[0]
     given = (batch,) if outputs is None else (batch, outputs)
     given = map_nested(lambda leaf: leaf.view(t, -1, *leaf.shape[1:]), given)
@@ -160,7 +160,7 @@ def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, output
 
     def scaled(own: list[Any], given: Any) -> tuple[Tensor, Tensor]:
         with ExitStack() as restored:  # a parameter may be in several modules; each module is here once
-            for held in [module._parameters for module in model.modules()]:
+            for held in [d for m in model.modules() for d in (vars(m), m._buffers, m._parameters)]:
                 restored.callback(held.update, dict(held))
                 held.update({name: own[at[id(p)]] for name, p in held.items() if id(p) in at})
             values = call_loss(first.loss, model, given[0], len(first.at), *given[1:])

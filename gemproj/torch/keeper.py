@@ -308,7 +308,7 @@ class KeeperBase:
         history = History.from_state_dict(state["history"])
         forecast = Forecast.from_state_dict(state["forecast"])
         for one in state["sets"]:
-            if tuple(one["promise"]) != sets[one["name"]].promise.numbers():  # then the statistics begin anew
+            if one["promise"] != sets[one["name"]].state_numbers():  # then the statistics begin anew
                 history.forget(one["name"])
         dropped = [name for name in self.sets if name not in sets]
         if dropped:
@@ -406,8 +406,8 @@ class Keeper(KeeperBase):
 
     Each set is a row of G, the gradient of its loss. Rows are computed at the beginning of
     ``optimizer.step()``, once per accumulation window and before a closure is called, but not for steps that
-    a gradient scaler skips. ``.grad``, torch's random state, and the modes, buffers and attributes of modules
-    are restored. The model runs in evaluation mode: dropout is off, and batch normalisation uses its running
+    a gradient scaler skips. ``.grad``, torch's random state, and the modes and buffers of modules are
+    restored. The model runs in evaluation mode: dropout is off, and batch normalisation uses its running
     statistics. The model may be wrapped in DistributedDataParallel or sharded by ``fully_shard``; each
     process then keeps its own examples of the same sets. A step that is refused, on the CPU for example
     because the gradient is not finite, leaves weights and the optimizer's state as they were. If the

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from gemproj._arrays import wide_dtype
@@ -325,12 +326,12 @@ def reshard(model: torch.nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = False) -> Iterator[None]:
-    """Set evaluation mode; at the end restore modules, buffers, random state and, if collective, ``.grad``.
+    """Set evaluation mode; at the end restore modes, buffers, random state and, if collective, ``.grad``.
 
-    Modules get back their modes, and what a forward pass has stored in them. Gradient checkpointing in layers
-    of transformers stays active. Recurrent layers stay in training mode, without dropout, because cuDNN has
-    no gradients for them in evaluation mode. Attention takes the same way with and without gradients, which
-    the fast path of torch does not. Raise if a pass changes a weight in place.
+    Gradient checkpointing in layers of transformers stays active. Recurrent layers stay in training mode,
+    without dropout, because cuDNN has no gradients for them in evaluation mode. Attention takes the same way
+    with and without gradients, which the fast path of torch does not. Raise if a pass changes a weight in
+    place, as far as autograd knows of it.
     """
     modules = [*model.modules()]
     changes = _changes(modules)
@@ -338,21 +339,21 @@ def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = 
         reshard(model)
         changes += [(p, "grad", None) for p in model.parameters() if p.requires_grad]
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
-    # Of sharded modules, FSDP and ZeRO own what is stored.
-    stored = [] if collective else [(held := vars(module), dict(held)) for module in modules]
-    moving = (b for b in _tensors(module._buffers for module in modules) if b.numel() <= _MOVING)
+    held = _tensors(module._buffers for module in modules)
+    moving = (b for b in held if b.layout == torch.strided and not b.is_nested and b.numel() <= _MOVING)
     buffers = [(b, b._version, b.clone()) for b in moving]
     # Embeddings may limit the norm of the rows that they look up.
-    fixed = [] if collective else [one._parameters for one in modules if vars(one).get("max_norm") is None]
-    weights = [(p, p._version) for p in _tensors(fixed)]
+    limited = {id(p) for one in modules if vars(one).get("max_norm") for p in one._parameters.values()}
+    weights = [] if collective else _tensors(module._parameters for module in modules)
+    versions = [(p, p._version) for p in weights if id(p) not in limited]
     fast = torch.backends.mha.get_fastpath_enabled()
     with forked(device), torch.enable_grad():
         try:
             _set(changes)
             torch.backends.mha.set_fastpath_enabled(False)
             yield
-            if moved := [p for p, version in weights if p._version != version]:
-                name = next(name for name, p in model.named_parameters() if p is moved[0])
+            if moved := [p for p, version in versions if p._version != version]:
+                name = next((name for name, p in model.named_parameters() if p is moved[0]), "a weight")
                 raise ValueError(
                     f"model changes {name} in place in its forward pass in evaluation mode, as RWKV does "
                     "with rescale_every > 0: rows would be those of other weights. Switch that off."
@@ -362,20 +363,22 @@ def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = 
             if collective:
                 reshard(model)
             _set(reversed(before))
-            for held, had in stored:
-                for name in held.keys() - had.keys() if len(held) > len(had) else ():
-                    del held[name]
-                held.update(had)
             with torch.no_grad():
                 for b, version, value in buffers:
                     # Fused observers count no version; on a device, comparing values would synchronise.
-                    if b._version != version or not (b.device.type != "cpu" or torch.equal(b, value)):
-                        b.resize_(value.shape).copy_(value)
+                    if b._version != version or not (b.device.type != "cpu" or _equal(b, value)):
+                        (b if b.shape == value.shape else b.resize_(value.shape)).copy_(value)
 
 
 def _tensors(held: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
-    """Return the parameters or buffers of modules; tensors of inference mode do not count changes."""
-    return [a for some in held for a in some.values() if a is not None and not a.is_inference()]
+    """Return the parameters or buffers of modules that count their changes, and have entries already."""
+    every = (a for some in held for a in some.values() if a is not None and not is_lazy(a))
+    return [a for a in every if not a.is_inference()]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether tensors are equal, also where they are NaN."""
+    return torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def forked(device: torch.device) -> Any:
