@@ -362,6 +362,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 def test_streams_are_kept_and_examples_that_the_collator_does_not_take_are_named(tmp_path):
     assert len(kept_by(DataLoader(Stream(), batch_size=None), tmp_path, limit=8)[0].sets["kept"]) == 8
+    with pytest.raises(TypeError, match="batch_size=None if they are batches"):
+        kept_by(Stream(), tmp_path)
     # A generator of batches, of which one is looked at.
     assert len(kept_by((batch for batch in Stream()), tmp_path)[0].sets["kept"]) == 12
     for asked in ({"instruction": "red", "output": " blue"}, {"sentence": "red", "label": 1}):
