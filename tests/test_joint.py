@@ -435,3 +435,25 @@ def test_errors_of_a_loss_are_raised_and_those_of_a_shared_pass_are_replaced(whe
     most[0] = 4  # of a single row
     assert joint(sets) == 3
     assert torch.equal(joint.rows.G, alone.rows.G)
+
+
+class Telling(nn.Module):
+    """It has a parameter beside a layer, so its rows share a pass by vmap; it stores what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.line, self.got = nn.Parameter(torch.ones(())), nn.Linear(6, 3), None
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, x):
+        self.got, self.last = x * self.scale, x.mean(0)
+        return self.line(self.got)
+
+
+def test_what_a_shared_pass_has_stored_is_not_left_in_the_model():
+    model, optimizer, keeper = begin(loss, [task(k) for k in range(4)], model=Telling().double())
+    for _ in range(2):
+        take(model, optimizer, task(7))
+        assert {plan.way.__name__ for plan in keeper._training.joint._plans.values()} == {"_by_vmap"}
+        assert (model.got.sum() + model.last.sum()).item() != 0.0  # what vmap has stored has no memory
+    assert keeper.report().kept is not None
