@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-Page = Annotated[Path | None, typer.Option(dir_okay=False, help="Also write it to this Markdown file.")]
+Page = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="Also write the tables to this Markdown file.")
+]
 
 
 def numbers(text: str, name: str) -> list[int]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import compress
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -29,7 +27,7 @@ from gemproj.torch.losses import (
 )
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, call_loss, explain, value_of
-from gemproj.torch.rows import evaluating, passes, seed
+from gemproj.torch.rows import evaluating, forked, passes, seed
 from gemproj.torch.vector import ParameterVector
 
 # Number of examples whose labels are looked at together, and with which adapters are compared.
@@ -50,7 +48,7 @@ def examine(
     """
     promise = kept.promise
     topology, outputs = vector.topology, getattr(loss, "outputs", None)
-    with topology.agreement({}), torch.random.fork_rng(devices=[]):  # a collate function may draw numbers
+    with topology.agreement({}), forked():  # a collate function may draw numbers
         kept.check()
         numbers = _labelled(kept, loss)
         if outputs is not None or promise.allowed is not None:
@@ -209,7 +207,6 @@ def _student(freedom: float) -> float:
 @contextmanager
 def undisturbed(data: Any) -> Iterator[None]:
     """Restore the random states from which a loader draws an order, and a data set what it does at random."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     loads = isinstance(data, DataLoader)
     batches = getattr(data, "batch_sampler", None)
     holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
@@ -217,11 +214,9 @@ def undisturbed(data: Any) -> Iterator[None]:
     found.append(getattr(data, "synchronized_generator", None))  # of Accelerate
     states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with forked():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
         for one, state in states:
             one.set_state(state)
 

@@ -25,7 +25,7 @@ from gemproj.torch.keep import Score, examine, scored, undisturbed, warn_of_adap
 from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise, as_promise
-from gemproj.torch.rows import Rows, unwrapped
+from gemproj.torch.rows import Rows, forked, unwrapped
 from gemproj.torch.step import On, ProjectedStep, check_promise, total_norm
 from gemproj.torch.training import Training, adapters
 from gemproj.torch.vector import ParameterVector
@@ -169,7 +169,7 @@ class KeeperBase:
                 examine(kept, inner, vector, loss, self._microbatch, hold_out > 0.0)
                 if self._training.begun == 0:
                     warn_of_adapters(kept, inner, vector, loss)
-            with vector.topology.agreement({}):
+            with vector.topology.agreement({}), forked():
                 if hold_out:
                     kept = _divided(kept, hold_out, self._random)
                 if known is not None:
@@ -308,7 +308,7 @@ class KeeperBase:
         history = History.from_state_dict(state["history"])
         forecast = Forecast.from_state_dict(state["forecast"])
         for one in state["sets"]:
-            if one["promise"] != sets[one["name"]].state_numbers():  # then the statistics begin anew
+            if one["promise"] != sets[one["name"]].promise.numbers():  # then the statistics begin anew
                 history.forget(one["name"])
         dropped = [name for name in self.sets if name not in sets]
         if dropped:

@@ -107,9 +107,8 @@ class KeptSet:
         """Raise unless a batch can be made of any examples, as far as that can be seen."""
         if self.collate is default_collate:
             check_alike(self.examples)
-        else:  # of a set that has grown, old and new examples
-            with torch.random.fork_rng(devices=[]):  # a collate function may draw numbers
-                self.fetch([0, len(self) - 1], None)
+        else:  # of a set that has grown, old and new examples; a collate function may draw numbers
+            self.fetch([0, len(self) - 1], None)
 
     def check_outputs(self) -> None:
         """Raise unless a batch can be made of the outputs, if the loss takes one."""
@@ -138,10 +137,6 @@ class KeptSet:
         """Return some examples as a batch on a device, and their stored outputs or None."""
         return fetched([(self, at)], device)
 
-    def state_numbers(self) -> list[float | None]:
-        """Return the numbers of the promise as a state has them, in which NumPy's could not be read."""
-        return [one if one is None else float(one) for one in self.promise.numbers()]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the examples and what was stored about them; not the loss and the collate function."""
         held, numbers = {name: getattr(self, name) for name in _STORED}, {}
@@ -149,7 +144,7 @@ class KeptSet:
         for name, whole in (("examples", plain), ("outputs", bool(self.outputs) and not self.listed)):
             if whole and (found := packed(held[name])) is not None:
                 held[name], numbers[name] = found
-        held |= {"promise": self.state_numbers(), "packed": numbers}
+        held |= {"promise": self.promise.numbers(), "packed": numbers}
         return held | {"collated": not plain, "held": apart}
 
     @classmethod

@@ -120,8 +120,12 @@ class Promise:
         return _USUAL if self.tolerance is None and usual else self.tolerance
 
     def numbers(self) -> tuple[Any, ...]:
-        """Return all options except the loss; they must be equal on all processes of a training."""
-        return (self.examples, self.weight, self.allowed, self.repair, self.equal, self.penalty)
+        """Return all options except the loss, which must be equal on all processes of a training.
+
+        They are Python's numbers, because a state with others could not be read.
+        """
+        given = self.examples, self.weight, self.allowed, self.repair, self.equal, self.penalty
+        return tuple(one if one is None else float(one) for one in given)
 
 
 _signature = inspect.signature(Promise.__init__)  # `__new__` would hide the options from help

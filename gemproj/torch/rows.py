@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +23,7 @@ from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 from gemproj.torch.vector import ParameterVector, mesh_of
 
+_CPU = torch.device("cpu")
 # Number of entries up to which a buffer is restored after a pass; larger ones are tables, which stay.
 _MOVING = 1 << 20
 # Of transformers 4 and 5.
@@ -366,7 +369,7 @@ def evaluating(model: torch.nn.Module, device: torch.device, collective: bool = 
             with torch.no_grad():
                 for b, version, value in buffers:
                     # Fused observers count no version; on a device, comparing values would synchronise.
-                    if b._version != version or not (b.device.type != "cpu" or _equal(b, value)):
+                    if b._version != version or (b.device.type == "cpu" and not _equal(b, value)):
                         (b if b.shape == value.shape else b.resize_(value.shape)).copy_(value)
 
 
@@ -381,15 +384,22 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
-def forked(device: torch.device) -> Any:
-    """Return a context that restores the random states of the CPU and of one device."""
+@contextmanager
+def forked(device: torch.device = _CPU) -> Iterator[None]:
+    """Restore the random states of Python and NumPy, and those of torch for the CPU and one device."""
     # Each CUDA or XPU device has its own generator; the generator of MPS cannot be restored.
     own = device.type in ("cuda", "xpu")
-    return torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda"):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def seed(k: int, device: torch.device) -> None:
-    """Seed the generators whose states `forked` restores."""
+    """Seed the generators of torch whose states `forked` restores."""
     torch.default_generator.manual_seed(k)
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
