@@ -166,7 +166,7 @@ def test_a_backbone_of_another_kind(stage, tmp_path):
     LlamaForCausalLM(LlamaConfig.from_pretrained(tokenizer)).save_pretrained(tokenizer)
     backbone.check(tokenizer, MINI)
     model = backbone.load(tokenizer, 0, MINI)
-    texts = [one[: 5 + 9 * k] for k, one in enumerate(stage[0][0].train.texts)]  # with padding
+    texts = [one[: 5 + 8 * k] for k, one in enumerate(stage[0][0].train.texts)]  # with padding
     split = stream.Split(tuple(texts), stage[0][0].train.labels)
     batch = backbone.encode(split, tokenizer, MINI)
     assert batch["attention_mask"][:5].sum(1).max() < MINI.max_length
