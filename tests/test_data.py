@@ -2,6 +2,7 @@
 
 import itertools
 from collections import UserDict
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,6 +139,22 @@ def test_examples_are_kept_as_they_are_and_padded_to_the_longest_of_those_drawn(
     assert kept.fetch([2, 0], None)[0]["input_ids"].shape == (2, 3)
 
 
+@pytest.mark.parametrize(
+    "made", [lambda examples: padded(examples), lambda examples: padded(examples, left=True)]
+)
+def test_what_is_added_to_a_set_has_a_collate_function_that_makes_the_same_batches(made):
+    keeper = begin(of_labels, model=Reader())[2]
+    keeper.keep(texts(), name="a", collate=padded)
+    same = torch.equal(made(texts())["input_ids"], padded(texts())["input_ids"])
+    with (
+        nullcontext()
+        if same
+        else pytest.raises(ValueError, match="'a' were kept with a collate function that")
+    ):
+        keeper.keep(texts(1), name="a", collate=made)
+    assert len(keeper.sets["a"]) == len(LENGTHS) * (1 + same)
+
+
 X, Y = task(0)
 
 
@@ -263,9 +280,9 @@ def test_examples_of_a_set_are_collated_together_and_sets_may_differ():
         keeper.keep([padded(texts())], name="a")
     with pytest.raises(KeyError, match="input_ids"):
         keeper.keep(texts(), name="b", collate=padded)
+    with pytest.raises(ValueError, match="makes other batches of them than this one"):
+        keeper.keep([torch.ones(2)], name="b", collate=lambda some: some)
     assert [len(one) for one in keeper.sets.values()] == [6, 3]
-    keeper.keep([torch.ones(2)], name="b", collate=lambda some: some)
-    assert len(keeper.sets["b"]) == 4
 
 
 # --- a limit, and no end --------------------------------------------------------------------------

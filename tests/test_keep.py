@@ -298,6 +298,12 @@ def test_an_error_in_keep_changes_nothing(failure, name, monkeypatch):
     assert model.training
 
 
+def test_outputs_that_are_random_in_evaluation_mode_are_told():
+    said = Distillation(lambda model, batch: torch.nn.functional.dropout(model(batch[0]), 0.5))
+    with pytest.warns(UserWarning, match="Outputs of examples of set 0 are random in evaluation mode"):
+        begin(Promise(said), [task(0)])
+
+
 def test_stored_losses_that_depend_on_the_batch_are_told():
     def contrastive(model, batch):
         similar = model(batch[0]) @ model(batch[0]).mT

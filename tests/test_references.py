@@ -403,6 +403,11 @@ def test_teacher_without_adapters():
     model(input_ids=BATCH["input_ids"], labels=BATCH["input_ids"]).loss.backward()
     optimizer.step()
     assert keeper.last.names == ["chat"]
+    model.merge_adapter()
+    merged = {name: p.clone() for name, p in model.named_parameters()}
+    keeper.report()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, merged[name])
     with pytest.raises(TypeError, match="needs a model of peft"):
         Distillation(logits, teacher="base")(perceptron(), rival(task(0)))
 

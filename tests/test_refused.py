@@ -95,6 +95,7 @@ CALLS = [
     (lambda: some(torch.optim.LBFGS), ValueError, "LBFGS cannot be projected.*on='gradient'"),
     (lambda: some(torch.optim.LBFGS, on="gradient"), ValueError, "LBFGS takes up to max_iter steps in one.*max_iter=1"),
     (lambda: some(torch.optim.ASGD, on="step"), ValueError, "ASGD cannot be projected.*on='gradient'"),
+    (lambda: some(type("AdamWScheduleFree", (torch.optim.AdamW,), {})), ValueError, "it averages weights.*on='gradient'"),
     (lambda: keeper(as_model=perceptron().requires_grad_(False)), ValueError, "no parameter that requires a gradient"),
     (sparse, TypeError, "must be dense.*sparse=False"),
     # --- a set, told at once

@@ -203,7 +203,7 @@ class Examples:
             assert self.collate is not None
             try:
                 return self.collate(examples)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 named = examples[0] if isinstance(examples[0], Mapping) else [type(examples[0]).__name__]
                 raise ValueError(
                     f"The collator of the trainer makes no batch of examples with {', '.join(named)}: "

@@ -88,7 +88,13 @@ def examine(
         alone, again = (value_of(loss, model, batch, 2, stored) for _ in range(2))
         apart, drawn = (float((alone - other).abs().max()) for other in (among_more[:2], again))
         rounding = 0.03 * (1 + float(among_more.abs().max()))  # of bfloat16
-        if apart > rounding >= drawn:  # a loss may draw random numbers, as those of diffusion models do
+        if stored is not None and drawn > 0.3 * rounding:
+            warn(
+                f"Outputs of examples of {kept.title} are random in evaluation mode, by {drawn:.1g}: those "
+                "of later steps do not match the stored ones. Does the model call dropout without "
+                "training=self.training?"
+            )
+        elif apart > rounding >= drawn:  # a loss may draw random numbers, as those of diffusion models do
             warn(
                 f"Losses of examples of {kept.title} depend on the other examples of their batch, by "
                 f"{apart:.1g}: the stored outputs or losses do not match those in later batches. Causes are "
@@ -260,16 +266,40 @@ def _leave_out(kept: KeptSet, some: list[int], numbers: list[int]) -> None:
 
 def _check_collate(kept: KeptSet) -> None:
     """Raise if collation is random although outputs or losses are stored."""
-    some = list(range(min(_FETCHED, len(kept))))
-    first, again = (leaves_of(kept.fetch(some, None)[0], Tensor) for _ in range(2))
-    with suppress(RuntimeError):  # of tensors that cannot be compared
-        if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True)):
-            return
+    if _differ(_collated(kept), _collated(kept)):
         raise ValueError(
             f"The collate function makes a different batch of the same examples of {kept.title} each time, "
             "as masking at random does, so outputs and losses would be stored for other inputs than "
             "those of later steps. Pass batches, or a collate function without random numbers."
         )
+
+
+def check_growth(known: KeptSet, more: KeptSet) -> None:
+    """Raise if the collate function of more examples makes other batches of those at hand than their own."""
+    if more.collate is known.collate:
+        return
+    with forked():
+        own = _collated(known)
+    if _differ(own, _collated(replace(known, collate=more.collate))):
+        raise ValueError(
+            f"The examples of {known.title} were kept with a collate function that makes other batches of "
+            "them than this one. Use another name."
+        )
+
+
+def _collated(kept: KeptSet) -> list[Tensor]:
+    """Return the tensors of a batch of the first examples."""
+    return leaves_of(kept.fetch(list(range(min(_FETCHED, len(kept)))), None)[0], Tensor)
+
+
+def _differ(batch: list[Tensor], other: list[Tensor]) -> bool:
+    """Return whether the tensors of two batches differ, as far as they can be compared."""
+    with suppress(RuntimeError):
+        pairs = zip(batch, other, strict=False)
+        return len(batch) != len(other) or not all(
+            torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs
+        )
+    return False
 
 
 def _check_finite(

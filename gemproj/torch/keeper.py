@@ -21,7 +21,7 @@ from gemproj.methods import AnyMethod, as_method
 from gemproj.torch.data import Collate, read
 from gemproj.torch.forecast import Forecast
 from gemproj.torch.history import History, Projection, Report, make_report
-from gemproj.torch.keep import Score, examine, scored, undisturbed, warn_of_adapters
+from gemproj.torch.keep import Score, check_growth, examine, scored, undisturbed, warn_of_adapters
 from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.memory import KeptSet
 from gemproj.torch.promise import Loss, Promise, as_promise
@@ -125,7 +125,8 @@ class KeeperBase:
             Name of the set; a known name adds to that set. By default the first unused integer.
         collate : callable, optional
             Function that makes a batch from a list of examples; by default the loader's, or torch's. Random
-            masking is not allowed if outputs or losses are stored: they fit only one mask.
+            masking is not allowed if outputs or losses are stored: they fit only one mask. What is added to a
+            set needs a function that makes the same batches.
         limit : int, optional
             Keep a uniform sample of at most so many examples. Of data without a length, at most a thousand
             times as many are read.
@@ -173,7 +174,9 @@ class KeeperBase:
                 if hold_out:
                     kept = _divided(kept, hold_out, self._random)
                 if known is not None:
-                    kept = known.joined(kept)
+                    whole = known.joined(kept)
+                    check_growth(known, kept)
+                    kept = whole
         except BaseException:
             self._random.set_state(before)
             raise

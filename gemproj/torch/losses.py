@@ -375,12 +375,16 @@ def without_adapters(model: Any) -> Iterator[None]:
             "subtracted them. Without a teacher, outputs are stored."
         )
     trained = [p.requires_grad for p in model.parameters()]
+    merged = [(one, [*names]) for one in model.modules() if (names := getattr(one, "merged_adapters", ()))]
     try:
         with model.disable_adapter():
             yield
-    finally:  # peft has all of the adapter trained again, also what is frozen
+    finally:  # peft has all of the adapter trained again, also what is frozen, and what was merged apart
         for p, was in zip(model.parameters(), trained, strict=True):
             p.requires_grad_(was)
+        for one, names in merged:
+            if not one.merged_adapters:
+                one.merge(adapter_names=names)
 
 
 def _indices(mask: Tensor | None) -> Tensor | None:

@@ -54,6 +54,7 @@ _STEP: Any = torch.optim.Optimizer.profile_hook_step(print).__code__
 _UNFIT = {
     "LBFGS": "it uses differences of gradients between weights that it has set itself",
     "ASGD": "it averages weights that it has set itself",
+    "ScheduleFree": "it averages weights that it has set itself",
 }
 # The owner of hooks is told by its name, because notebooks may load modules twice.
 _NAME = f"{__name__}.ProjectedStep"
@@ -221,8 +222,9 @@ class ProjectedStep:
                 f"{name} with maximize=True steps along its gradient, and constraints are for steps against "
                 "it. Minimise the negative loss instead."
             )
-        if on != "gradient" and name in _UNFIT:
-            raise ValueError(f"The steps of {name} cannot be projected: {_UNFIT[name]}. Use on='gradient'.")
+        unfit = _UNFIT.get("ScheduleFree" if "ScheduleFree" in name else name)
+        if on != "gradient" and unfit:
+            raise ValueError(f"The steps of {name} cannot be projected: {unfit}. Use on='gradient'.")
         groups = self.optimizer.param_groups
         if self._training.keeper.project and any(group.get("max_iter", 1) > 1 for group in groups):
             raise ValueError(
