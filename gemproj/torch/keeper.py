@@ -438,7 +438,8 @@ class Keeper(KeeperBase):
         with "auto", for each set as seldom as a model of its loss and its row is right, after 64 steps at the
         latest, and after 8 if its loss may pass its bound. A step in which no loss may is left alone, others
         are projected with the last rows. Sets whose promise has no tolerance, or has a weight, have their
-        rows computed in every step, and so have all sets with several optimizers.
+        rows computed in every step, and so have all sets with several optimizers. Looks are few, so give
+        promises more `examples` than 16 where few of a set have most of its loss.
     project : bool, default True
         Whether to change gradients and steps. If False, the report says what a projection would have done.
     microbatch : int, optional
