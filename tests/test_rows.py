@@ -315,6 +315,8 @@ def test_autocast_of_the_caller_and_gradient_checkpointing():
     model.reentrant = True
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         found(model, lambda model, data: loss(model, (data[0].requires_grad_(), data[1])), [data])
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        rows([loss(model, (data[0].requires_grad_(), data[1]))], [*model.parameters()])
 
 
 def test_masks_of_hooks_on_parameters_hold_under_a_weight():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from gemproj._arrays import wide_dtype
 from gemproj._warn import warn
-from gemproj.torch.data import PerExample, divided, leaves_of, moved, owned
+from gemproj.torch.data import Collate, PerExample, divided, leaves_of, moved, owned
 from gemproj.torch.losses import (
     Distillation,
     has_teacher,
@@ -30,8 +30,8 @@ from gemproj.torch.promise import Loss, call_loss, explain, value_of
 from gemproj.torch.rows import evaluating, forked, passes, seed
 from gemproj.torch.vector import ParameterVector
 
-# Number of examples whose labels are looked at together, and with which adapters are compared.
-_FETCHED, _ADAPTED = 64, 4
+# Number of examples whose labels are looked at together, and with which adapters and batches are compared.
+_FETCHED, _ADAPTED, _GROWN = 64, 4, 16
 _OUTPUTS = "These are what loss.outputs returned: for other outputs, it must return a PerExample."
 _NO_LABEL = (
     "Check what the collate function or the chat template does to the labels: those of -100 are ignored."
@@ -83,12 +83,16 @@ def examine(
         return value
 
     def warn_of_others(among_more: Tensor) -> None:
-        """Warn if losses depend on the other examples of a batch, which change, by those of the first two."""
-        batch, stored = replace(kept, outputs=found).fetch([0, 1], vector.device)
-        alone, again = (value_of(loss, model, batch, 2, stored) for _ in range(2))
-        apart, drawn = (float((alone - other).abs().max()) for other in (among_more[:2], again))
+        """Warn of outputs that are random, and of losses that depend on the other examples of a batch."""
+
+        def by(at: list[int]) -> float:
+            batch, stored = replace(kept, outputs=found).fetch(at, vector.device)
+            value = value_of(loss, model, batch, len(at), stored)
+            return float((among_more[: len(at)] - value).abs().max())
+
+        apart, drawn = by([0, 1]), by(list(range(len(among_more))))  # with only two examples, and as before
         rounding = 0.03 * (1 + float(among_more.abs().max()))  # of bfloat16
-        if stored is not None and drawn > 0.3 * rounding:
+        if isinstance(promise.loss, Distillation) and drawn > 0.3 * rounding:
             warn(
                 f"Outputs of examples of {kept.title} are random in evaluation mode, by {drawn:.1g}: those "
                 "of later steps do not match the stored ones. Does the model call dropout without "
@@ -139,6 +143,31 @@ def warn_of_adapters(kept: KeptSet, model: nn.Module, vector: ParameterVector, l
             f"{kept.title} keeps what the model says with its adapters, {apart:.2g} nats from what it says "
             "without them. If the adapters are new, and begin at random as prompts do, keep the model "
             "without them: Promise(Distillation(teacher='base'))."
+        )
+
+
+def check_growth(
+    known: KeptSet, collate: Collate, model: nn.Module, vector: ParameterVector, loss: Loss
+) -> None:
+    """Raise if examples of a set have another loss in batches of the collate function of those to be added.
+
+    Batches may differ in what no loss sees, such as padding.
+    """
+    if collate is known.collate:
+        return
+    some, found = replace(known.part(list(range(min(len(known), _GROWN)))), batches=[]), list[float]()
+    with suppress(Exception):  # of a function that has ended, or that does not fit, of which `joined` tells
+        for make in (known.collate, known.collate, collate):
+            found.append(scored(model, vector, replace(some, collate=make), loss, None).mean)
+        own, again, other = found
+        rounding = 3e-3 * (1.0 + abs(own))
+        if abs(own - again) > 0.1 * rounding or abs(own - other) <= rounding:  # a function may draw numbers
+            return
+    if len(found) == 3:
+        raise ValueError(
+            f"The collate function makes other batches of the examples of {known.title} than that with which "
+            f"they were kept: their mean loss is {other:.4g}, not {own:.4g}. Use another name, or pass the "
+            "same collate= each time."
         )
 
 
@@ -266,40 +295,16 @@ def _leave_out(kept: KeptSet, some: list[int], numbers: list[int]) -> None:
 
 def _check_collate(kept: KeptSet) -> None:
     """Raise if collation is random although outputs or losses are stored."""
-    if _differ(_collated(kept), _collated(kept)):
+    some = list(range(min(_FETCHED, len(kept))))
+    first, again = (leaves_of(kept.fetch(some, None)[0], Tensor) for _ in range(2))
+    with suppress(RuntimeError):  # of tensors that cannot be compared
+        if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True)):
+            return
         raise ValueError(
             f"The collate function makes a different batch of the same examples of {kept.title} each time, "
             "as masking at random does, so outputs and losses would be stored for other inputs than "
             "those of later steps. Pass batches, or a collate function without random numbers."
         )
-
-
-def check_growth(known: KeptSet, more: KeptSet) -> None:
-    """Raise if the collate function of more examples makes other batches of those at hand than their own."""
-    if more.collate is known.collate:
-        return
-    with forked():
-        own = _collated(known)
-    if _differ(own, _collated(replace(known, collate=more.collate))):
-        raise ValueError(
-            f"The examples of {known.title} were kept with a collate function that makes other batches of "
-            "them than this one. Use another name."
-        )
-
-
-def _collated(kept: KeptSet) -> list[Tensor]:
-    """Return the tensors of a batch of the first examples."""
-    return leaves_of(kept.fetch(list(range(min(_FETCHED, len(kept)))), None)[0], Tensor)
-
-
-def _differ(batch: list[Tensor], other: list[Tensor]) -> bool:
-    """Return whether the tensors of two batches differ, as far as they can be compared."""
-    with suppress(RuntimeError):
-        pairs = zip(batch, other, strict=False)
-        return len(batch) != len(other) or not all(
-            torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs
-        )
-    return False
 
 
 def _check_finite(

@@ -125,8 +125,8 @@ class KeeperBase:
             Name of the set; a known name adds to that set. By default the first unused integer.
         collate : callable, optional
             Function that makes a batch from a list of examples; by default the loader's, or torch's. Random
-            masking is not allowed if outputs or losses are stored: they fit only one mask. What is added to a
-            set needs a function that makes the same batches.
+            masking is not allowed if outputs or losses are stored: they fit only one mask. With the function
+            of what is added to a set, the losses of what it has must be the same.
         limit : int, optional
             Keep a uniform sample of at most so many examples. Of data without a length, at most a thousand
             times as many are read.
@@ -168,15 +168,15 @@ class KeeperBase:
                 kept = KeptSet(name, chosen, examples, collate, [], losses, adapters(inner))
                 kept.own = promise is not None or (known is not None and known.own)
                 examine(kept, inner, vector, loss, self._microbatch, hold_out > 0.0)
+                if known is not None:
+                    check_growth(known, collate, inner, vector, loss)
                 if self._training.begun == 0:
                     warn_of_adapters(kept, inner, vector, loss)
             with vector.topology.agreement({}), forked():
                 if hold_out:
                     kept = _divided(kept, hold_out, self._random)
                 if known is not None:
-                    whole = known.joined(kept)
-                    check_growth(known, kept)
-                    kept = whole
+                    kept = known.joined(kept)
         except BaseException:
             self._random.set_state(before)
             raise

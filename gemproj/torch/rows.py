@@ -21,7 +21,7 @@ from gemproj._warn import warn
 from gemproj.torch.data import is_kind
 from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
-from gemproj.torch.vector import ParameterVector, mesh_of
+from gemproj.torch.vector import ParameterVector, mesh_of, refuse_reentrant
 
 _CPU = torch.device("cpu")
 # Number of entries up to which a buffer is restored after a pass; larger ones are tables, which stay.
@@ -92,6 +92,8 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
             raise ValueError(f"losses must be scalars that require a gradient; loss {len(found)} is {kind}.")
         gradients = torch.autograd.grad(loss.reshape(()), held, retain_graph=True, allow_unused=True)
         reached = reached or any(g is not None for g in gradients)
+        if any(g is None for g in gradients):
+            refuse_reentrant(loss)
         found.append(
             [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(held, gradients, strict=True)]
         )

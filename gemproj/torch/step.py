@@ -223,7 +223,7 @@ class ProjectedStep:
                 "it. Minimise the negative loss instead."
             )
         unfit = _UNFIT.get("ScheduleFree" if "ScheduleFree" in name else name)
-        if on != "gradient" and unfit:
+        if on != "gradient" and unfit and self._training.keeper.project:
             raise ValueError(f"The steps of {name} cannot be projected: {unfit}. Use on='gradient'.")
         groups = self.optimizer.param_groups
         if self._training.keeper.project and any(group.get("max_iter", 1) > 1 for group in groups):

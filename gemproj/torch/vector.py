@@ -107,7 +107,7 @@ class ParameterVector:
         if not self.topology.collective:
             found: list[Tensor | None] = [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
             if any(gradient is None for gradient in found):
-                _refuse_reentrant(loss)
+                refuse_reentrant(loss)
             return found
         # FSDP computes with gathered parameters and writes the gradients of shards to .grad, which was None.
         loss.backward()
@@ -252,7 +252,7 @@ def group_of(parameters: list[Any]) -> Any:
     return meshes[0].get_group()
 
 
-def _refuse_reentrant(loss: Tensor) -> None:
+def refuse_reentrant(loss: Tensor) -> None:
     """Raise if the graph has a reentrant checkpoint, which supports only ``backward()``."""
     seen, left = set(), [loss.grad_fn]
     while left:
@@ -260,7 +260,7 @@ def _refuse_reentrant(loss: Tensor) -> None:
         if node is not None and node not in seen:
             if node.name() == "CheckpointFunctionBackward":
                 raise RuntimeError(
-                    "Gradients of kept examples cannot be computed through checkpoints with "
+                    "Gradients of single losses cannot be computed through checkpoints with "
                     "use_reentrant=True; checkpoint with use_reentrant=False, or compute these losses "
                     "without checkpoints."
                 )
