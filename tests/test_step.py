@@ -122,6 +122,8 @@ def test_gradients_of_any_optimizer_are_projected_and_steps_of_most(make):
     step = moved(model, lambda: optimizer.step(*closure))
     assert keeper.last.num_violated
     torch.testing.assert_close(keeper.last.square, step.square().sum().reshape(1))
+    keeper.remove()
+    Keeper(model, optimizer, Promise(loss), on="both", project=False)  # any step may be watched
 
 
 @pytest.mark.parametrize("options", [{"weight": 0.5}, {"penalty": 0.02}, {"weight": 0.01, "penalty": 0.02}])

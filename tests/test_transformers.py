@@ -411,6 +411,10 @@ def test_pairs_of_a_data_set_are_left_to_the_collator():
     odd = examples(language_model(), None, loader)
     with pytest.raises(ValueError, match="makes no batch of examples with tuple"):
         odd.of(pairs)[1]([pairs[1]])
+    batches = [{"x": torch.ones(2, n)} for n in (3, 4)]
+    unlike = examples(language_model(), None, DataLoader([0], collate_fn=torch.utils.data.default_collate))
+    with pytest.raises(ValueError, match="makes no batch of examples with x: RuntimeError"):
+        unlike(batches)
 
 
 @pytest.mark.parametrize("metric", ["eval_loss", "keep/kept/held_out"])

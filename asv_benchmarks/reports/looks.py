@@ -32,7 +32,7 @@ KEPT, HELD, BATCH, WARM = 64, 64, 16, 10
 RATES = {"AdamW": (1e-3, 3e-3), "SGD": (0.03, 0.1)}
 TOLERANCES = (0.02, 0.1)
 SEEDS = (1, 2, 3)  # the constants of the models were chosen with seeds 0 and 4
-SURE, SURE_SEEDS, SURE_STEPS = 128, range(100, 120), 200  # kept inputs of a classifier
+SURE, SURE_SEEDS, SURE_STEPS = 128, range(100, 120), 200  # kept inputs, seeds and steps of a classifier
 
 
 class Block(nn.Module):

@@ -155,15 +155,17 @@ def check_growth(
     """
     if collate is known.collate:
         return
-    some, found = replace(known.part(list(range(min(len(known), _GROWN)))), batches=[]), list[float]()
-    with suppress(Exception):  # of a function that has ended, or that does not fit, of which `joined` tells
-        for make in (known.collate, known.collate, collate):
-            found.append(scored(model, vector, replace(some, collate=make), loss, None).mean)
-        own, again, other = found
-        rounding = 3e-3 * (1.0 + abs(own))
-        if abs(own - again) > 0.1 * rounding or abs(own - other) <= rounding:  # a function may draw numbers
-            return
-    if len(found) == 3:
+    some = replace(known.part(list(range(min(len(known), _GROWN)))), batches=[])
+    makers = known.collate, known.collate, collate
+    try:
+        own, again, other = (
+            scored(model, vector, replace(some, collate=make), loss, None).mean for make in makers
+        )
+    except Exception:  # of a function whose data are gone, or that does not fit, of which `joined` tells
+        return
+    rounding = 3e-3 * (1.0 + abs(own))
+    draws = abs(own - again) > 0.1 * rounding  # then nothing is known
+    if not draws and abs(own - other) > rounding:
         raise ValueError(
             f"The collate function makes other batches of the examples of {known.title} than that with which "
             f"they were kept: their mean loss is {other:.4g}, not {own:.4g}. Use another name, or pass the "
